@@ -1,0 +1,37 @@
+# Each target sets up what it needs: a virtual environment in .venv, torch first, then this package by its constraints.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-all lint clean
+
+demo: $(VENV)/.run
+	$(BIN)/engine batch -i examples/prompts.jsonl -o - --progress line | tee demo.jsonl
+	@$(BIN)/python examples/show.py demo.jsonl
+
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(VENV)/.dev lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+# torch goes first and by its exact version, so that no later requirement can pick another build of it.
+$(VENV)/.run: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[nixl]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[nixl,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo.jsonl build *.egg-info

@@ -1,0 +1,119 @@
+"""The seams of a rank: the Device protocol, and RankPorts, all that a rank is given.
+
+`engine.cli` fills RankPorts with the real things, `engine.sim.world` with simulated ones; `actors.rank.run_rank` can not
+tell the difference. Bulk bytes have their own seam, `transport.fabric.Fabric`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import trio
+
+from engine.config import RankConfig
+from engine.core.plan import StepPlan, StepResult
+from transport.fabric import BlockRun, Fabric
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What the rest of a rank needs to know of its device.
+
+    Attributes:
+        name: for people (`cpu`, `cuda:0 NVIDIA H200`, `sim`).
+        layout_digest: hex digest over everything two devices must share to exchange KV (record format, page tokens,
+            ring sizes, layer roles). Differing digests refuse each other.
+        page_tokens: tokens a page holds.
+        page_bytes, num_pages: size and number of pages of the arena.
+        slab_bytes, num_slabs: size and number of state slabs.
+        vocab_size, max_model_tokens: bounds for validation.
+        eos_ids: ids that end a text.
+    """
+
+    name: str
+    layout_digest: str
+    page_tokens: int
+    page_bytes: int
+    num_pages: int
+    slab_bytes: int
+    num_slabs: int
+    vocab_size: int
+    max_model_tokens: int
+    eos_ids: tuple[int, ...]
+
+
+class Ticket(Protocol):
+    """A submitted step."""
+
+    @property
+    def step(self) -> int: ...
+
+
+class Device(Protocol):
+    """One accelerator, or a CPU share, with the model loaded. Called from the rank's trio loop only.
+
+    Steps run one after another in submission order. At most two are queued; a third `submit` is a bug of the caller.
+    """
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def block_runs(self) -> Sequence[BlockRun]:
+        """The arena for the fabric: the run of pages, then the run of slabs. Lives as long as the device."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Enqueues the step and returns before it ran. The plan's token views are read before this returns.
+
+        Raises:
+            DeviceError: the device has failed; nothing was enqueued.
+        """
+        ...
+
+    async def wait(self, ticket: Ticket) -> StepResult:
+        """Until the step is done. Cancelling stops the waiting; the step runs on and may be waited for again.
+
+        Raises:
+            DeviceError: the step failed; the device takes no more.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Waits for queued steps and frees the device."""
+        ...
+
+
+StreamHandler = Callable[[trio.abc.Stream], Awaitable[None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankPorts:
+    """All that a rank is given.
+
+    Attributes:
+        head: connected control stream to the head; its end is the rank's end.
+        open_device: makes the device (loads weights); reports phases through its argument
+            `(phase, done, total, unit)`, may run in a worker thread.
+        open_fabric: makes the fabric.
+        peer_listener: decode ranks accept prefill ranks here; None on prefill ranks.
+        peer_address: what `dial` of another rank needs to reach `peer_listener`.
+        dial: opens a stream to a decode rank's address.
+    """
+
+    head: trio.abc.Stream
+    open_device: Callable[[Callable[[str, int, int, str], None]], Awaitable[Device]]
+    open_fabric: Callable[[], Awaitable[Fabric]]
+    peer_listener: trio.abc.Listener[trio.abc.Stream] | None
+    peer_address: str
+    dial: Callable[[str], Awaitable[trio.abc.Stream]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Which rank this process is, in which of its lives."""
+
+    rank: int
+    generation: int
+    config: RankConfig
