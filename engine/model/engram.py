@@ -6,9 +6,9 @@ depend on token ids alone, so they can be computed, and fetched, for a whole ste
 Order of a token's rows: all heads of the 2-grams, then of the 3-grams, and so on.
 """
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from engine.model.shapes import EngramShape, ModelShape
 
 _SEED_STEP = 10007
 _REPLACEMENT = "\ufffd"
+# Stands for a lone space while the others are stripped; a private character, so no vocabulary text holds it.
+_LONE_SPACE = "\ue000"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class EngramTables:
         layers: layers with a memory, ascending; the first dimension of the arrays below.
         token_map: int64[vocab], folded id of every token.
         pad_folded: folded id that stands for missing positions.
-        barriers: token ids that end the look-back (image and padding).
         multipliers: int64[layers, max_ngram], odd.
         primes: int64[layers, rows], bucket count of each order and head.
         offsets: int64[layers, rows], first table row of each bucket range.
@@ -40,7 +41,6 @@ class EngramTables:
     layers: tuple[int, ...]
     token_map: Tensor
     pad_folded: int
-    barriers: tuple[int, ...]
     multipliers: Tensor
     primes: Tensor
     offsets: Tensor
@@ -51,35 +51,52 @@ class EngramTables:
         return self.multipliers.shape[1] - 1
 
 
-def fold_vocabulary(strings: Sequence[str]) -> np.ndarray:
+def fold_vocabulary(strings: Sequence[str], raw: Sequence[str] | None = None) -> np.ndarray:
     """Number the classes of a vocabulary under the memory's text normalisation.
 
     Args:
         strings: the text of every token id, in id order.
+        raw: the vocabulary's own spelling of every id. A token that is a broken byte sequence (its text holds U+FFFD)
+            is told apart by it; without it such tokens are told apart by their text only.
 
     Returns:
         int64[vocab], classes numbered by first appearance.
     """
+    # The vendor's own normaliser library: another one's Unicode tables would shift every later class number.
+    from tokenizers import Regex, normalizers
+
+    normaliser = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"^ $"), _LONE_SPACE),
+            normalizers.Strip(),
+            normalizers.Replace(_LONE_SPACE, " "),
+        ]
+    )
+    spellings = strings if raw is None else raw
     key_to_class: dict[str, int] = {}
-    return np.array([key_to_class.setdefault(_fold(text), len(key_to_class)) for text in strings], dtype=np.int64)
+    folded = []
+    for text, spelling in zip(strings, spellings, strict=True):
+        # A broken byte sequence has no text to normalise, an empty result has no text to go by.
+        key = spelling if _REPLACEMENT in text else normaliser.normalize_str(text) or text
+        folded.append(key_to_class.setdefault(key, len(key_to_class)))
+    return np.array(folded, dtype=np.int64)
 
 
-def _fold(text: str) -> str:
-    # A broken byte sequence has no text to normalise; folding it would merge unrelated fragments.
-    if _REPLACEMENT in text:
-        return text
-    folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    folded = "".join(char for char in folded if unicodedata.category(char) != "Mn").lower()
-    parts = []
-    for char in folded:
-        if char not in " \t\r\n":
-            parts.append(char)
-        elif not parts or parts[-1] != " ":
-            parts.append(" ")
-    folded = "".join(parts)
-    if folded != " ":
-        folded = folded.strip()
-    return folded or text
+def fold_tokenizer(path: Path, vocab_size: int) -> np.ndarray:
+    """Fold the vocabulary of a `tokenizer.json`: int64[vocab_size]. Ids that it lacks share one class."""
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; the n-gram memory needs the tokenizer beside the weights")
+    tokenizer = Tokenizer.from_file(str(path))
+    ids = range(vocab_size)
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    return fold_vocabulary(texts, [tokenizer.id_to_token(token) or "" for token in ids])
 
 
 def hash_multipliers(layer: int, max_ngram: int, num_classes: int) -> np.ndarray:
@@ -109,6 +126,13 @@ def _is_prime(number: int) -> bool:
     return all(number % divisor for divisor in range(3, int(number**0.5) + 2, 2))
 
 
+def load_tables(directory: Path, shape: ModelShape) -> EngramTables | None:
+    """Constants of the checkpoint in `directory`, or None for a model without a memory."""
+    if shape.engram is None:
+        return None
+    return engram_tables(shape, fold_tokenizer(Path(directory) / "tokenizer.json", shape.vocab_size))
+
+
 def engram_tables(shape: ModelShape, token_map: np.ndarray | Tensor) -> EngramTables:
     """Compute the hash constants of a model and tie them to its vocabulary.
 
@@ -134,14 +158,14 @@ def engram_tables(shape: ModelShape, token_map: np.ndarray | Tensor) -> EngramTa
     primes = hash_primes(engram)
     for layer, rows, total in zip(engram.layers, engram.num_rows, primes.sum(1).tolist(), strict=True):
         if rows < total:
-            raise ConfigError(f"text_config.engram_num_embeddings of layer {layer} must be at least {total}, found {rows}")
+            raise ConfigError(
+                f"text_config.engram_num_embeddings of layer {layer} must be at least {total}, found {rows}"
+            )
     multipliers = np.stack([hash_multipliers(layer, engram.max_ngram, num_classes) for layer in engram.layers])
-    barriers = {engram.pad_token_id} | ({shape.image_token_id} if shape.image_token_id is not None else set())
     return EngramTables(
         layers=engram.layers,
         token_map=folded,
         pad_folded=int(folded[engram.pad_token_id]),
-        barriers=tuple(sorted(barriers)),
         multipliers=torch.from_numpy(multipliers),
         primes=torch.from_numpy(primes),
         offsets=torch.from_numpy(np.cumsum(primes, 1) - primes),
@@ -153,20 +177,18 @@ def folded_context(tables: EngramTables, tokens: Tensor, earlier: Tensor | None 
 
     Args:
         tables: the model's constants.
-        tokens: int64[batch, length].
+        tokens: int64[batch, length]; a negative id marks a position without text (image, padding).
         earlier: int64[batch, history], the ids just before `tokens`, -1 where there is none; None at the start.
 
     Returns:
-        int64[batch, length, history + 1]; entry i is the folded id i positions back. A missing position or a barrier
-        token, and everything further back, reads as `pad_folded`.
+        int64[batch, length, history + 1]; entry i is the folded id i positions back. A negative id,
+        and everything further back, reads as `pad_folded`.
     """
     history = tables.history
     if earlier is None:
         earlier = tokens.new_full((tokens.shape[0], history), -1)
     ids = torch.cat((earlier, tokens), 1)
     valid = ids >= 0
-    for barrier in tables.barriers:
-        valid = valid & (ids != barrier)
     folded = tables.token_map.to(tokens.device)[ids.clamp(min=0)]
     length = tokens.shape[1]
     columns = []

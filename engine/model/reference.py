@@ -33,6 +33,7 @@ from engine.model.layers import (
     rms_norm,
     rope_table,
 )
+from engine.model.quantise import CacheRounding
 from engine.model.shapes import LayerRole, ModelShape
 
 Selection = Literal["topk", "dense"]
@@ -112,8 +113,10 @@ class Record:
     def note_routing(self, routing: Routing) -> None:
         """Keep one router's decision."""
         self.router_scores.append(routing.scores)
-        num_experts = routing.scores.shape[-1]
-        self.router_counts.append(torch.bincount(routing.ids.flatten(), minlength=num_experts))
+        ids = routing.ids.flatten()
+        # Not bincount: it waits for the device to learn how long its result is.
+        counts = torch.zeros(routing.scores.shape[-1], dtype=torch.int64, device=ids.device)
+        self.router_counts.append(counts.scatter_add_(0, ids, torch.ones_like(ids)))
         if self.choices:
             self.experts.append(routing.ids)
             self.note_gap(routing.ranked, routing.ids.shape[-1])
@@ -124,6 +127,7 @@ class _Shared:
     """What layers hand down to later ones: entries and keys by owner, the latest selection, the candidates."""
 
     visible: dict[int, Tensor]
+    rounding: CacheRounding | None
     entries: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     selected: Tensor | None = None
@@ -190,7 +194,14 @@ def compress(
 
 
 def score_entries(
-    weights: WeightMap, prefix: str, shape: ModelShape, x: Tensor, low: Tensor, rotary: Rotary, keys: Tensor
+    weights: WeightMap,
+    prefix: str,
+    shape: ModelShape,
+    x: Tensor,
+    low: Tensor,
+    rotary: Rotary,
+    keys: Tensor,
+    rounding: CacheRounding | None = None,
 ) -> Tensor:
     """Index scores of every query against every entry, before visibility.
 
@@ -202,12 +213,15 @@ def score_entries(
         low: float[B, L, q_rank], the low-rank query.
         rotary: tables at the query positions.
         keys: float[B, entries, index_dim].
+        rounding: applied to the queries; the keys come rounded.
 
     Returns:
         float32[B, L, entries].
     """
     query = linear(low, weights[f"{prefix}.wq_b.weight"]).unflatten(-1, (shape.index_heads, shape.index_dim))
     query = apply_rope(query, heads_of(rotary))
+    if rounding is not None:
+        query = rounding.index(query)
     share = linear32(x, weights[f"{prefix}.weights_proj.weight"]) * (shape.index_dim * shape.index_heads) ** -0.5
     match = torch.einsum("blhi,bei->blhe", query, keys.to(query.dtype)).relu()
     return torch.einsum("blh,blhe->ble", share, match.float()).float()
@@ -288,6 +302,7 @@ def forward(
     selection: Selection = "topk",
     record: Record | None = None,
     with_logits: bool = True,
+    rounding: CacheRounding | None = None,
 ) -> Output:
     """Run whole sequences from position 0.
 
@@ -299,6 +314,7 @@ def forward(
         selection: "topk" attends to the entries that the indexer chose, "dense" to all visible ones.
         record: filled in place with what it asks for.
         with_logits: False leaves out the head (a trainer may apply it to a part of the rows).
+        rounding: emulates a low-precision cache; `quantise.VENDOR_ROUNDING` is not differentiable.
 
     Raises:
         ConfigError: the model has an n-gram memory and `engram` is None.
@@ -308,7 +324,8 @@ def forward(
     plain = rope_table(shape, positions, compressed=False)
     long = rope_table(shape, positions, compressed=True)
     ratios = sorted({role.ratio for role in shape.layer_roles if role.ratio})
-    shared = _Shared({ratio: visible_entries(length, ratio, tokens.device).unsqueeze(0) for ratio in ratios})
+    visible = {ratio: visible_entries(length, ratio, tokens.device).unsqueeze(0) for ratio in ratios}
+    shared = _Shared(visible, rounding)
     context = None
     if shape.engram is not None:
         if engram is None:
@@ -374,8 +391,13 @@ def _attention(
     """One attention sublayer; writes what later layers borrow into `shared`."""
     query, low = project_query(weights, prefix, shape, x, rotary)
     window_kv = project_window(weights, prefix, shape, x, rotary)
+    if shared.rounding is not None:
+        window_kv = shared.rounding.window(window_kv)
     if role.is_kv_source:
-        shared.entries[role.index], shared.keys[role.index] = compress(weights, prefix, shape, role, x, rotary)
+        made, keys = compress(weights, prefix, shape, role, x, rotary)
+        if shared.rounding is not None:
+            made, keys = shared.rounding.entry(made), shared.rounding.index(keys)
+        shared.entries[role.index], shared.keys[role.index] = made, keys
     entries = selected = None
     if role.kv_source is not None:
         entries = shared.entries[role.kv_source]
@@ -411,7 +433,8 @@ def _select(
 ) -> Tensor:
     """Choose entries for one index source: bool[B, L, entries]."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and record is not None and record.indexer):
-        scores = score_entries(weights, f"{prefix}.indexer", shape, x.detach(), low.detach(), rotary, keys)
+        x, low = x.detach(), low.detach()
+        scores = score_entries(weights, f"{prefix}.indexer", shape, x, low, rotary, keys, shared.rounding)
         scores = scores.masked_fill(~visible, -torch.inf)
         if role.candidate_source is not None and shared.candidates is not None:
             allowed = shared.candidates.repeat_interleave(shape.candidate_block_size, -1)[..., : scores.shape[-1]]

@@ -234,7 +234,9 @@ class _Fields:
     def layers(self, name: str, num_layers: int) -> tuple[int, ...]:
         value = self.counts(name)
         if list(value) != sorted(set(value)) or any(v >= num_layers for v in value):
-            raise ConfigError(f"{self._where}.{name} must ascend and stay below {num_layers} layers, found {list(value)}")
+            raise ConfigError(
+                f"{self._where}.{name} must ascend and stay below {num_layers} layers, found {list(value)}"
+            )
         return value
 
     def only(self, name: str, *supported: object) -> None:

@@ -1,0 +1,235 @@
+"""Every key of the configuration: its name, how its text is read, its default and its JSON schema.
+
+Durations (`30s`), sizes (`4GiB`) and ranges (`0-7,12`) are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from engine.config import NANO, Limits, parse_ranks
+from engine.errors import ConfigError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)?")
+_SIZE_UNITS = (
+    {"B": 1}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+)
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
+_DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        name: dotted path as people write it.
+        kind: how its text is read: `text`, `path`, `count`, `share`, `size`, `duration`, `ranks` or `choice`.
+        default: value when nobody says anything; None for one that is derived.
+        least: smallest count, size or duration.
+        choices: of a `choice`.
+        doc: one line for people and for the schema.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    least: float = 0
+    choices: tuple[str, ...] = ()
+
+
+def _limit_key(field: dataclasses.Field[Any]) -> Key:
+    kind = "count"
+    for ending, candidate in (("_s", "duration"), ("_bytes", "size")):
+        if field.name.endswith(ending):
+            kind = candidate
+    if field.name == "quarantined_pages":
+        kind = "share"
+    zero_allowed = field.name in ("restarts", "restart_pause_s", "drain_s")
+    return Key(
+        f"limits.{field.name}",
+        kind,
+        field.default,
+        "A bound; docs/operations.md says of what.",
+        least=0 if zero_allowed else 1 if kind in ("count", "size") else 0.001,
+    )
+
+
+KEYS: tuple[Key, ...] = (
+    Key("cluster", "text", "engine", "Name of the cluster, for people."),
+    Key("model", "path", NANO, "Directory of a checkpoint (config.json, *.safetensors), or nano, the bundled one."),
+    Key("pools.prefill.ranks", "ranks", 1, "Ranks that compute prompts: a count, or ranges such as 0-7,12."),
+    Key("pools.prefill.group", "count", 1, "Ranks that share one expert placement.", least=1),
+    Key("pools.decode.ranks", "ranks", 1, "Ranks that generate tokens: a count, or ranges such as 0-7,12."),
+    Key("pools.decode.group", "count", 1, "Ranks that share one expert placement.", least=1),
+    Key("device", "choice", "cpu", "Kind of device of a rank.", choices=("cpu", "cuda", "sim")),
+    Key(
+        "fabric",
+        "choice",
+        "auto",
+        "Carrier of pushed pages; auto takes NIXL where it works, else TCP.",
+        choices=("auto", "nixl", "tcp"),
+    ),
+    Key("page_tokens", "count", None, "Tokens in a page of KV. Default: 64 for nano, 256 for other models.", least=1),
+    Key(
+        "max_model_tokens",
+        "count",
+        None,
+        "Prompt and completion together. Default: what the model was made for, at most 8192.",
+        least=2,
+    ),
+    Key(
+        "num_pages",
+        "count",
+        None,
+        "Pages of a rank's arena. Default: for limits.decode_rows full sequences, within"
+        " a quarter of the machine's memory.",
+        least=1,
+    ),
+    Key("num_slabs", "count", None, "State slabs of a rank. Default: twice limits.decode_rows.", least=1),
+    Key("kv_dtype", "choice", "float32", "Type of the values in a page.", choices=("float32", "bfloat16")),
+    Key("threads", "count", 1, "Intra-op threads of a rank process.", least=1),
+    Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
+    Key(
+        "admin.dir",
+        "path",
+        None,
+        "Runtime directory with the head's sockets. Default: $XDG_RUNTIME_DIR/engine or /tmp/engine-<uid>.",
+    ),
+    Key("log.format", "choice", "text", "Form of the log on stderr.", choices=("text", "json")),
+    Key("log.level", "choice", "info", "Least level that is logged.", choices=("debug", "info", "warning", "error")),
+    *(_limit_key(field) for field in dataclasses.fields(Limits)),
+)
+NAME_TO_KEY = {key.name: key for key in KEYS}
+
+
+def environment_name(name: str) -> str:
+    """`limits.drain_s` is `ENGINE_LIMITS__DRAIN_S`."""
+    return "ENGINE_" + name.upper().replace(".", "__")
+
+
+VARIABLE_TO_NAME = {environment_name(key.name): key.name for key in KEYS} | {"ENGINE_DIR": "admin.dir"}
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of `30s`, `250ms`, `1h30m`, or of a plain number of seconds."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    text = str(value).strip()
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = _DURATION_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ConfigError(f"{text!r} is not a duration; write 30s, 250ms or 1h30m")
+    return float(sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts))
+
+
+def parse_size(value: object) -> int:
+    """Bytes of `4GiB`, `64MiB`, `1GB`, or of a plain number of bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ConfigError(f"{value!r} is not a size; write 64MiB, 4GiB or a number of bytes")
+    return int(float(match[1]) * _SIZE_UNITS[match[2] or "B"])
+
+
+def _parse_count(value: object) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value).strip()):
+        raise ConfigError(f"{value!r} is not a whole number")
+    return int(str(value))
+
+
+def _parse_share(value: object) -> float:
+    try:
+        share = float(str(value))
+    except ValueError:
+        raise ConfigError(f"{value!r} is not a number") from None
+    if not 0 < share <= 1:
+        raise ConfigError(f"{value!r} is not a share; write a number above 0 and at most 1")
+    return share
+
+
+def _parse_text(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise ConfigError(f"{value!r} is not a text of 1 to 256 characters")
+    return value
+
+
+def _parse_ranks(value: object) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{value!r} is not a list of ranks; write 2 (a count), '0-1' or '0-7,12'")
+    parse_ranks(value, frozenset())
+    return value
+
+
+_PARSERS: dict[str, Callable[[object], Any]] = {
+    "text": _parse_text,
+    "path": _parse_text,
+    "choice": _parse_text,
+    "count": _parse_count,
+    "share": _parse_share,
+    "size": parse_size,
+    "duration": parse_duration,
+    "ranks": _parse_ranks,
+}
+
+
+def parse_value(key: Key, value: object) -> Any:
+    """Reads one value.
+
+    Raises:
+        ConfigError: it is not of the key's kind, or below its least.
+    """
+    parsed = _PARSERS[key.kind](value)
+    if key.choices and parsed not in key.choices:
+        near = difflib.get_close_matches(parsed, key.choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{parsed!r} is not one of {', '.join(key.choices)}{hint}")
+    if key.kind in ("count", "size", "duration") and not key.least <= parsed < 2**53:
+        raise ConfigError(f"{value!r} is out of range; the least is {key.least:g}")
+    return parsed
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of the TOML file."""
+    shapes: dict[str, dict[str, Any]] = {
+        "text": {"type": "string", "minLength": 1, "maxLength": 256},
+        "path": {"type": "string", "minLength": 1, "maxLength": 256},
+        "choice": {"type": "string"},
+        "count": {"type": "integer"},
+        "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "size": {"type": ["integer", "string"], "pattern": f"^{_SIZE.pattern}$"},
+        "duration": {"type": ["number", "string"], "pattern": r"^(\d+(\.\d+)?(us|ms|s|m|h|d))+$|^\d+(\.\d+)?$"},
+        "ranks": {"type": ["integer", "string"], "pattern": r"^\d+(-\d+)?(,\d+(-\d+)?)*$"},
+    }
+    root: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "engine.toml",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {},
+    }
+    for key in KEYS:
+        *tables, last = key.name.split(".")
+        node = root
+        for table in tables:
+            node = node["properties"].setdefault(
+                table, {"type": "object", "additionalProperties": False, "properties": {}}
+            )
+        shape = dict(shapes[key.kind], description=key.doc)
+        if key.choices:
+            shape["enum"] = list(key.choices)
+        if key.kind in ("count", "size", "duration") and key.least:
+            shape["minimum"] = key.least
+        if key.default is not None:
+            shape["default"] = key.default
+        node["properties"][last] = shape
+    return root
