@@ -1,12 +1,22 @@
-"""ClusterConfig, RankConfig and Limits: the frozen configuration, its sources and its checks.
+"""ClusterConfig, RankConfig and Limits: the frozen configuration and what follows from it.
 
-Precedence: flag > --set > ENGINE_ variable > file > default.
+Where its values come from (file, environment, flags) is `settings`' business; here they are final, checked against each
+other and the same on every rank: the digest in the handshakes says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.errors import ConfigError
+
+NANO = "nano"
+"""Name of the bundled model wherever a model directory is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +64,10 @@ class Limits:
     """First pause before a restart; doubles up to 5 s."""
     drain_s: float = 60.0
     """Default of `engine down --drain`."""
+    stop_s: float = 5.0
+    """Drain sent to a rank until its process is gone; then it is killed."""
+    progress_s: float = 12.0
+    """A rank that has work and finishes no step for so long makes the cluster not ready."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,3 +92,172 @@ class RankConfig:
     """Bounded replay (model.md 4.7): prompt rows that run through the layers past the last KV source; 0 is exact."""
     config_digest: str
     limits: Limits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Ranks of one role. `group` ranks share one expert placement and step together."""
+
+    ranks: tuple[int, ...]
+    group: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The whole cluster, resolved: every path absolute, nothing left to a default.
+
+    Attributes:
+        cluster: name for people.
+        model: absolute directory of a checkpoint, or `nano`.
+        num_pages, num_slabs: of each rank's arena.
+        threads: intra-op threads of each rank.
+        admin_dir: runtime directory with the head's sockets.
+        log_format, log_level: of head and ranks.
+        vocab_size: of the model, for validation in the head.
+    """
+
+    cluster: str
+    model: str
+    prefill: PoolConfig
+    decode: PoolConfig
+    device: Literal["cpu"]
+    fabric: Literal["auto", "nixl", "tcp"]
+    page_tokens: int
+    max_model_tokens: int
+    num_pages: int
+    num_slabs: int
+    kv_dtype: Literal["float32", "bfloat16"]
+    threads: int
+    replay_rows: int
+    admin_dir: str
+    log_format: Literal["text", "json"]
+    log_level: Literal["debug", "info", "warning", "error"]
+    vocab_size: int
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over all that ranks and head must agree on; directories and logs are left out."""
+        values = dataclasses.asdict(self)
+        for local in ("admin_dir", "log_format", "log_level"):
+            del values[local]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def roles(self) -> dict[int, Literal["prefill", "decode"]]:
+        """Rank to role, ranks ascending."""
+        prefill = dict.fromkeys(self.prefill.ranks, "prefill")
+        decode = dict.fromkeys(self.decode.ranks, "decode")
+        return dict(sorted({**prefill, **decode}.items()))  # type: ignore[arg-type]
+
+    def rank_config(self, rank: int) -> RankConfig:
+        """What the process of `rank` is given."""
+        return RankConfig(
+            role=self.roles[rank],
+            model=self.model,
+            device=self.device,
+            fabric=self.fabric,
+            page_tokens=self.page_tokens,
+            max_model_tokens=self.max_model_tokens,
+            num_pages=self.num_pages,
+            num_slabs=self.num_slabs,
+            kv_dtype=self.kv_dtype,
+            threads=self.threads,
+            replay_rows=self.replay_rows,
+            config_digest=self.digest,
+            limits=self.limits,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the configuration must know of a model. `page_bytes` is an estimate: the rank's layout pads records."""
+
+    vocab_size: int
+    max_length: int
+    page_bytes: int
+
+
+def model_directory(model: str) -> Path:
+    """Where the model's files are; `nano` is the bundled one."""
+    return Path(__file__).resolve().parent / "nano" if model == NANO else Path(model)
+
+
+def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> ModelFacts:
+    """Reads the model's config.json. No torch.
+
+    Raises:
+        ConfigError: there is no such model, or it is not one that the engine can run.
+    """
+    from engine.model.shapes import load_shape  # the shapes' rules matter only to those who resolve a configuration
+
+    shape = load_shape(model_directory(model))
+    page_bytes = shape.long_term_bytes(
+        page_tokens, entry_bytes=shape.head_dim * value_bytes, key_bytes=shape.index_dim * value_bytes
+    )
+    return ModelFacts(vocab_size=shape.vocab_size, max_length=shape.max_length, page_bytes=max(page_bytes, 1))
+
+
+def plan_num_pages(*, decode_rows: int, max_model_tokens: int, page_tokens: int, page_bytes: int, ranks: int) -> int:
+    """Pages of one arena: enough for `decode_rows` full-length sequences, within a quarter of the machine's memory.
+
+    The quarter is shared by the ranks of this host. One sequence of full length always fits, else the configuration
+    could accept requests that no rank can ever hold.
+    """
+    per_sequence = -(-max_model_tokens // page_tokens)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    affordable = memory_bytes // 4 // ranks // page_bytes
+    return max(per_sequence + 1, min(decode_rows * per_sequence, affordable))
+
+
+def parse_ranks(value: int | str, taken: frozenset[int]) -> tuple[int, ...]:
+    """`2` is the two lowest ranks not taken; `"0-7,12"` names them (a single one as `"3-3"`).
+
+    Raises:
+        ConfigError: not a count and not a list of ranges.
+    """
+    if isinstance(value, int) or value.isdigit():
+        count = int(value)
+        if not 1 <= count <= 4096:
+            raise ConfigError(f"a pool has 1 to 4096 ranks, not {count}")
+        free = (rank for rank in range(len(taken) + count) if rank not in taken)
+        return tuple(next(free) for _ in range(count))
+    ranks: list[int] = []
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"{value!r} is not a list of ranks; write 2 (a count), '0-1' or '0-7,12'")
+        low, high = int(first), int(last or first)
+        if high < low or high > 4095:
+            raise ConfigError(f"range {part.strip()!r} does not ascend within 0-4095")
+        ranks.extend(range(low, high + 1))
+    if len(set(ranks)) != len(ranks):
+        raise ConfigError(f"{value!r} names a rank twice")
+    return tuple(sorted(ranks))
+
+
+def config_from_json(text: bytes) -> ClusterConfig:
+    """Reads a resolved configuration that a parent handed to its child as JSON."""
+    import msgspec
+
+    return msgspec.json.decode(text, type=ClusterConfig)
+
+
+def config_view(config: ClusterConfig) -> dict[str, Any]:
+    """The configuration as the keys that people write, dotted, with their resolved values."""
+    view: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("prefill", "decode"):
+            view[f"pools.{field.name}.ranks"] = list(value.ranks)
+            view[f"pools.{field.name}.group"] = value.group
+        elif field.name == "limits":
+            view.update({f"limits.{name}": v for name, v in dataclasses.asdict(value).items()})
+        elif field.name != "vocab_size":
+            view[SECTIONS.get(field.name, field.name)] = value
+    return view
+
+
+SECTIONS = {"admin_dir": "admin.dir", "log_format": "log.format", "log_level": "log.level"}
+"""Fields that people write inside a table."""

@@ -103,6 +103,14 @@ class Fabric(Protocol):
         """Drops a peer that is gone. Transfers to it fail or are already over."""
         ...
 
+    async def sever(self, description: bytes) -> None:
+        """Makes sure that nothing of the peer that made `description` lands here after this returns.
+
+        Called once its process is *confirmed dead*, and before the pages that it was granted are used again: a dead
+        process starts no writes, but its last bytes may still wait in a socket's buffer.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Ends everything. The memory may be unmapped only after peers were told."""
         ...

@@ -17,7 +17,7 @@ class PrefillChunk:
         start: position of the first id. 0 resets the slab's state.
         tokens: little-endian int32 ids as bytes; a whole number of pages, but for the last chunk.
         pages: page ids of the sequence in order, at least up to the chunk's end.
-        sample: set on the last chunk only: sample the token that follows it.
+        sample: set on the last chunk only: sample the token that follows it. `sample.min_tokens` > 0 as in DecodeRow.
     """
 
     request: int
@@ -42,7 +42,9 @@ class DecodeRow:
         token: the input id where the host knows it; None says "the token that this slab sampled in the step before",
             which may still be on the device when the plan is made.
         pages: page ids in order, at least up to `position`.
-        sampling: how to choose the next token. Its draw is a function of (seed, position + 1).
+        sampling: how to choose the next token. Its draw is a function of (seed, position + 1). `min_tokens` > 0 in a
+            plan says "no id that ends a text in this draw" (the end-of-text ids unless `ignore_eos`, and `stop_ids`):
+            the planner counts, and gives 0 once the request's own minimum is reached.
     """
 
     request: int

@@ -1,15 +1,19 @@
 """Sinkhorn normalisation of the hyper-connection mixing matrices, with a gradient.
 
 Owns one operation: `sinkhorn(logits, iterations, eps)`, float32[N, 4, 4] -> float32[N, 4, 4]. It exists because the
-plain form is some eighty tiny kernels forwards and twice as many backwards per sublayer, which would rule the training step.
-On a CUDA device both directions are one Triton kernel each; elsewhere, and after `use_triton(False)`, it is plain torch.
+plain form is some eighty tiny kernels forwards and twice as many backwards per sublayer, which would rule the training
+step. On a CUDA device both directions are one Triton kernel each; elsewhere, and after `use_triton(False)`, it is the
+plain form of `engine.model.hyper`.
 
-Source: Sinkhorn & Knopp 1967, in the vendor's form: a row softmax, then columns, then (iterations - 1) times rows and columns.
+Source: Sinkhorn & Knopp 1967, in the vendor's form: a row softmax, then columns, then (iterations - 1) times rows and
+columns.
 """
 
 from __future__ import annotations
 
 import torch
+
+from engine.model.hyper import sinkhorn as sinkhorn_plain
 
 try:  # Training machines with a GPU have Triton; a laptop does not need it.
     import triton
@@ -23,16 +27,6 @@ _state = {"triton": triton is not None}
 def use_triton(enabled: bool) -> None:
     """Switches the Triton kernels on or off for this process (a trainer's self-test may refuse them)."""
     _state["triton"] = enabled and triton is not None
-
-
-def sinkhorn_plain(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """The reference: differentiable torch, any device."""
-    mix = logits.softmax(-1) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    return mix
 
 
 if triton is not None:

@@ -1,0 +1,317 @@
+"""HeadClient: the requester's side of the head's request socket.
+
+Requests are rows of a table, never tasks: one task (`run_head_client`) reads frames and hands the columns of each to
+the rows. A row keeps the prompt's ids and every id generated so far until it ends, so the requester can submit it
+again after a lost rank, a lost head or a stall: prompt and generated ids under the next attempt number. Frames of
+earlier attempts are dropped, and a token that is not the next one of its row is a protocol error, so nothing is
+repeated and nothing is missing.
+
+The rows belong to the caller and outlive the connection; text, retries and deadlines are the caller's.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import sys
+from typing import Protocol
+
+import trio
+
+from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
+from transport import messages
+from transport.messages import HeadHello, RequestFailed, RequestFinished, Sampling
+from transport.stream import FrameStream, run_link
+from transport.wire import Frame
+
+OUT_LIMIT_BYTES = 64 << 20
+"""Queued submissions. A prompt of a million ids is 4 MiB, the largest frame."""
+STALL_S = 30.0
+"""A head that reads nothing for so long is gone."""
+HELLO_S = 30.0
+"""From the connection to the head's answer."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Row:
+    """One request and all that is needed to submit it again.
+
+    Attributes:
+        prompt: int32[num_prompt] as bytes.
+        sampling: as submitted; `max_tokens` counts the whole completion over all attempts.
+        generated: int32 ids of the completion so far.
+        request: its number on the connection; a new one is given by each connection's first submission of the row.
+        attempt: submissions so far.
+        submitted_at, first_token_at, last_token_at: trio times of the latest submission and of tokens; 0.0 before.
+        order: place of the latest submission among all submissions of the connection.
+    """
+
+    prompt: bytes
+    sampling: Sampling
+    label: str = ""
+    priority: int = 0
+    generated: array.array[int] = dataclasses.field(default_factory=lambda: array.array("i"))
+    request: int = 0
+    attempt: int = 0
+    submitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    order: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def moved_at(self) -> float:
+        """When something last happened to it: submitted, or a token."""
+        return max(self.submitted_at, self.last_token_at)
+
+
+class RequestSink(Protocol):
+    """Whoever is told what becomes of rows. Called from the reading task; must not block."""
+
+    def tokens_came(self, row: Row, count: int) -> None:
+        """The last `count` ids of `row.generated` are new."""
+        ...
+
+    def row_finished(self, row: Row, fact: RequestFinished) -> None:
+        """All ids are there. The row has left the table."""
+        ...
+
+    def row_failed(self, row: Row, fact: RequestFailed) -> None:
+        """This attempt is over without an answer. The row has left the table and may be submitted again."""
+        ...
+
+
+class HeadClient:
+    """An open connection with its table of unfinished rows. Made by `run_head_client`.
+
+    Attributes:
+        hello: what the head said of itself.
+    """
+
+    def __init__(self, frames: FrameStream, sink: RequestSink) -> None:
+        if sys.byteorder != "little":
+            raise AssertionError("token columns are little-endian and read in place")
+        self.hello: HeadHello
+        self._frames = frames
+        self._sink = sink
+        self._rows: dict[int, Row] = {}
+        self._numbers = 0
+        self._cancels: collections.deque[int] = collections.deque()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that the head has not answered for."""
+        return len(self._rows)
+
+    def unfinished(self) -> list[Row]:
+        """The rows in the table, in the order in which they were submitted first."""
+        return list(self._rows.values())
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row is in the table: submitted here and not answered."""
+        return self._rows.get(row.request) is row
+
+    async def submit(self, row: Row) -> int:
+        """Submits a row's next attempt and puts it into the table; waits while the send queue is full.
+
+        Cancelled means not submitted. The row must not be in the table.
+
+        Returns:
+            The request number.
+
+        Raises:
+            PeerGone: the connection is over; the row is unchanged.
+            Overflow: the prompt alone is larger than a frame may be.
+        """
+        number = self._numbers + 1
+        message = messages.Submit(
+            request=number,
+            attempt=row.attempt + 1,
+            generated=len(row.generated),
+            sampling=row.sampling,
+            priority=row.priority,
+            label=row.label,
+        )
+        await self._frames.send(message, row.prompt + row.generated.tobytes())
+        self._numbers = number
+        row.request, row.attempt, row.order = number, row.attempt + 1, number
+        row.submitted_at = trio.current_time()
+        self._rows[number] = row
+        return number
+
+    def cancel(self, row: Row) -> None:
+        """Asks the head to stop it. The row stays in the table until the answer: failed(cancelled), or finished.
+
+        If the send queue is full of prompts, the word waits until there is room (see `flush`).
+
+        Raises:
+            PeerGone: the connection is over.
+        """
+        self._cancels.append(row.request)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends cancellations that found no room. Called with every batch of frames; call it now and then otherwise.
+
+        Raises:
+            PeerGone: the connection is over.
+        """
+        while self._cancels:
+            try:
+                self._frames.post(messages.CancelRequest(request=self._cancels[0]))
+            except Overflow:
+                return
+            self._cancels.popleft()
+
+    def abandon(self, row: Row) -> None:
+        """Takes a row out of the table whose cancellation was never answered. What still comes for it is dropped."""
+        del self._rows[row.request]
+
+    def close(self) -> None:
+        """Takes no more submissions; what is queued is flushed, then the connection ends."""
+        self._frames.close()
+
+    def handle(self, batch: list[Frame]) -> None:
+        """Takes a batch of frames from the head, in order."""
+        self.flush()
+        for frame in batch:
+            match frame.message:
+                case messages.TokensEmitted() as fact:
+                    self._take_tokens(fact, frame.blob)
+                case RequestFinished() as fact:
+                    row = self._take_row(fact.request, fact.attempt)
+                    if row is not None:
+                        if fact.completion_tokens != len(row.generated):
+                            raise RemoteProtocolError(
+                                f"request {fact.request} finished with {fact.completion_tokens} tokens,"
+                                f" but {len(row.generated)} came"
+                            )
+                        self._sink.row_finished(row, fact)
+                case RequestFailed() as fact:
+                    row = self._take_row(fact.request, fact.attempt)
+                    if row is not None:
+                        self._sink.row_failed(row, fact)
+                case messages.Refused() as fact:
+                    raise PeerGone(f"the head refused this client: {fact.message}")
+                case other:
+                    raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
+
+    def _take_row(self, request: int, attempt: int) -> Row | None:
+        row = self._rows.get(request)
+        if row is None:
+            self._check_issued(request)
+            return None
+        if row.attempt != attempt:
+            raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, the head says {attempt}")
+        return self._rows.pop(request)
+
+    def _check_issued(self, request: int) -> None:
+        if request > self._numbers:
+            raise RemoteProtocolError(
+                f"the head speaks of request {request}; the last one submitted is {self._numbers}"
+            )
+
+    def _take_tokens(self, fact: messages.TokensEmitted, blob: memoryview) -> None:
+        rows, tokens = fact.num_rows, fact.num_tokens
+        if blob.nbytes != 20 * rows + 4 * tokens:
+            raise RemoteProtocolError(
+                f"TokensEmitted of {rows} rows and {tokens} tokens has {blob.nbytes} bytes of blob"
+            )
+        requests = blob[: 8 * rows].cast("q")
+        attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i") for at in (8, 12, 16))
+        ids = blob[20 * rows :].cast("i")
+        if sum(counts) != tokens or any(count < 0 for count in counts):
+            raise RemoteProtocolError(f"TokensEmitted says {tokens} tokens, its rows say {sum(counts)}")
+        now = trio.current_time()
+        place = 0
+        for request, attempt, index, count in zip(requests, attempts, indexes, counts, strict=True):
+            first, place = place, place + count
+            row = self._rows.get(request)
+            if row is None:
+                self._check_issued(request)
+                continue
+            if attempt != row.attempt:
+                raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, tokens say {attempt}")
+            if index != len(row.generated):
+                raise RemoteProtocolError(
+                    f"request {request}: token {index} came where token {len(row.generated)} was next"
+                )
+            row.generated.frombytes(ids[first:place].cast("B"))
+            row.first_token_at = row.first_token_at or now
+            row.last_token_at = now
+            self._sink.tokens_came(row, count)
+
+
+async def run_head_client(
+    stream: trio.abc.Stream,
+    sink: RequestSink,
+    *,
+    name: str,
+    task_status: trio.TaskStatus[HeadClient] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Speaks with the head over a connected stream until one side ends it; the stream is closed in any case.
+
+    Started with `nursery.start`, it hands over the HeadClient once the head has answered. It returns after
+    `HeadClient.close`, and raises when the head went away or broke the protocol; rows that had no answer are then
+    still in `HeadClient.unfinished()`.
+
+    Raises:
+        PeerGone: end of stream, no hello within `HELLO_S`, or refused.
+        RemoteProtocolError: the head sent what it must not.
+    """
+    frames = FrameStream(
+        stream,
+        accepts=messages.CLIENT_FROM_HEAD,
+        out_limit_bytes=OUT_LIMIT_BYTES,
+        stall_s=STALL_S,
+        name="head",
+    )
+    async with frames:
+        frames.post(messages.ClientHello(version=messages.PROTOCOL_VERSION, name=name))
+        client = HeadClient(frames, sink)
+        greeted = False
+
+        def handle(batch: list[Frame]) -> None:
+            nonlocal greeted
+            if not greeted:
+                client.hello = _check_hello(batch[0])
+                greeted, batch = True, batch[1:]
+                greeting.cancel()
+                task_status.started(client)
+            client.handle(batch)
+
+        async with trio.open_nursery() as nursery:
+            greeting = trio.CancelScope(deadline=trio.current_time() + HELLO_S)
+            late: list[EngineError] = []
+
+            async def wait_greeting() -> None:
+                with greeting:
+                    await trio.sleep_forever()
+                if not greeted:
+                    late.append(PeerGone(f"the head did not answer within {HELLO_S} s"))
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(wait_greeting)
+            try:
+                await run_link(frames, handle)
+            except EngineError as error:
+                late.append(error)
+            nursery.cancel_scope.cancel()
+        if late:
+            raise late[0]
+
+
+def _check_hello(frame: Frame) -> HeadHello:
+    match frame.message:
+        case HeadHello() as hello if hello.version == messages.PROTOCOL_VERSION:
+            return hello
+        case HeadHello() as hello:
+            raise RemoteProtocolError(f"the head speaks version {hello.version}, this is {messages.PROTOCOL_VERSION}")
+        case messages.Refused() as refused:
+            raise PeerGone(f"the head refused this client: {refused.message}")
+        case other:
+            raise RemoteProtocolError(f"the head began with {type(other).__name__} instead of HeadHello")

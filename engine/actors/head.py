@@ -1,0 +1,179 @@
+"""Head: the nursery that wires router, supervisor and sockets, and the order in which they end.
+
+    running --first stop--> draining (bounded) --idle, deadline or second stop--> stopping --> gone
+
+Draining refuses new requests and finishes the rest; stopping fails what is left, for its clients to try elsewhere, then
+drains and ends the ranks. Operators' connections end last, so that whoever asked for the shutdown sees its end. No
+process outlives `run_head`, whichever way it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import trio
+
+from engine.actors.accept import ClientLimits, run_clients
+from engine.actors.processes import RankProcess
+from engine.actors.router import Router, RouterLimits, run_deadlines
+from engine.actors.supervisor import Supervisor, SupervisorLimits
+from engine.config import ClusterConfig
+from engine.errors import EngineError
+from engine.log import log_event
+from transport.messages import PROTOCOL_VERSION, HeadHello, Shutdown, StatusReport
+
+logger = logging.getLogger("engine.head")
+
+T = TypeVar("T")
+
+ServeOperators = Callable[
+    [trio.abc.Listener[trio.SocketStream], Callable[[], StatusReport], Callable[[Shutdown], int] | None],
+    Awaitable[None],
+]
+
+
+class NotReady(EngineError):
+    """The ranks were not ready in the time that the caller gave."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadPorts:
+    """All that a head is given.
+
+    Attributes:
+        requests, read, admin: listening sockets; the head closes them.
+        serve_operators: serves one of the operators' sockets.
+        spawn: starts the process of (rank, generation).
+        signals: yields for every request to stop from the terminal or the system.
+        parent_gone: returns when whoever started this head for himself is gone; None if nobody did.
+        pid: of this process.
+    """
+
+    requests: trio.abc.Listener[trio.SocketStream]
+    read: trio.abc.Listener[trio.SocketStream]
+    admin: trio.abc.Listener[trio.SocketStream]
+    serve_operators: ServeOperators
+    spawn: Callable[[int, int], RankProcess]
+    signals: AsyncIterator[int]
+    parent_gone: Callable[[], Awaitable[None]] | None
+    pid: int
+
+
+class _Stop:
+    """When to stop, by whoever says the earliest time."""
+
+    def __init__(self) -> None:
+        self.wanted = trio.Event()
+        self.scope = trio.CancelScope()
+        self.signals = 0
+
+    def ask(self, drain_s: float) -> None:
+        self.scope.deadline = min(self.scope.deadline, trio.current_time() + drain_s)
+        self.wanted.set()
+
+
+async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: float = math.inf) -> int:
+    """Runs the cluster until it is told to stop.
+
+    Args:
+        ready_within_s: time for all ranks to become ready.
+
+    Returns:
+        How many signals ended it: 2 or more means that somebody lost patience.
+
+    Raises (in groups):
+        RankLost: a rank died too often.
+        ConfigError: a rank can not work with the configuration.
+        NotReady: see `ready_within_s`.
+    """
+    limits = config.limits
+    router = Router(_pick(RouterLimits, limits, vocab_size=config.vocab_size, max_model_tokens=config.max_model_tokens))
+    supervisor = Supervisor(config.roles, ports.spawn, router, _pick(SupervisorLimits, limits), config.digest)
+    stop = _Stop()
+    started_at = trio.current_time()
+
+    def report() -> StatusReport:
+        reasons = supervisor.why_not_ready()
+        if router.is_draining:
+            reasons = ("draining", *reasons)
+        return StatusReport(
+            version=PROTOCOL_VERSION,
+            cluster=config.cluster,
+            model=config.model,
+            head_pid=ports.pid,
+            uptime_ms=int(1e3 * (trio.current_time() - started_at)),
+            ready=not reasons,
+            reasons=reasons,
+            waiting=router.num_waiting,
+            running=router.num_running,
+            finished=router.num_finished,
+            failed=router.num_failed,
+            ranks=supervisor.rank_statuses(),
+        )
+
+    def shutdown(message: Shutdown) -> int:
+        log_event(logger, "info", "head.shutdown", drain_s=message.drain_ms / 1e3, msg=message.reason)
+        stop.ask(message.drain_ms / 1e3)
+        return router.num_running + router.num_waiting
+
+    async def watch_signals() -> None:
+        async for signum in ports.signals:
+            stop.signals += 1
+            drain_s = limits.drain_s if stop.signals == 1 else 0.0
+            log_event(logger, "info", "head.signal", signal=signum, drain_s=drain_s)
+            stop.ask(drain_s)
+
+    async def watch_parent(parent_gone: Callable[[], Awaitable[None]]) -> None:
+        await parent_gone()
+        log_event(logger, "info", "head.orphan", msg="whoever started this head is gone")
+        stop.ask(0.0)
+
+    async def watch_ready() -> None:
+        with trio.move_on_after(ready_within_s):
+            await supervisor.became_ready.wait()
+            log_event(logger, "info", "head.ready", took_s=trio.current_time() - started_at)
+            return
+        raise NotReady(f"not ready within {ready_within_s:g} s: {'; '.join(supervisor.why_not_ready())}")
+
+    hello = HeadHello(
+        version=PROTOCOL_VERSION,
+        cluster=config.cluster,
+        model=config.model,
+        vocab_size=config.vocab_size,
+        max_model_tokens=config.max_model_tokens,
+        config_digest=config.digest,
+        max_inflight=limits.client_inflight,
+    )
+    async with ports.requests, ports.read, ports.admin, trio.open_nursery() as operators:
+        operators.start_soon(ports.serve_operators, ports.read, report, None)
+        operators.start_soon(ports.serve_operators, ports.admin, report, shutdown)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.run)
+            nursery.start_soon(run_clients, ports.requests, router, hello, _pick(ClientLimits, limits))
+            nursery.start_soon(run_deadlines, router, limits.abort_s / 8)
+            nursery.start_soon(watch_signals)
+            nursery.start_soon(watch_ready)
+            if ports.parent_gone is not None:
+                nursery.start_soon(watch_parent, ports.parent_gone)
+            await stop.wanted.wait()
+            router.drain()
+            log_event(logger, "info", "head.drain", running=router.num_running, waiting=router.num_waiting)
+            with stop.scope:
+                await router.wait_idle()
+            router.fail_all("the engine is shutting down")
+            await supervisor.stop()
+            nursery.cancel_scope.cancel()
+        log_event(logger, "info", "head.gone", finished=router.num_finished, failed=router.num_failed)
+        operators.cancel_scope.cancel()
+    return stop.signals
+
+
+def _pick(kind: type[T], limits: object, **more: object) -> T:
+    """The fields of `kind` out of `limits`, so that a component gets its numbers and not the configuration."""
+    fields: Any = kind
+    names = [field.name for field in dataclasses.fields(fields) if field.name not in more]
+    return kind(**{name: getattr(limits, name) for name in names}, **more)

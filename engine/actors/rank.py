@@ -1,0 +1,250 @@
+"""run_rank: the nursery that wires one rank, and the only place where its channels are made.
+
+A rank's life: hello, open the device (told in phases), open the fabric and register the arena, ready, then serve
+until the head's stream ends, a Drain is done, or the device fails. The head's stream is read from the start on, so a
+rank whose head is gone does not load to the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from engine.actors.intake import Inbox, run_head
+from engine.actors.links import Links
+from engine.actors.pair import Callers, PairSettings, run_dialler, serve_pairs
+from engine.actors.push import run_push
+from engine.actors.report import run_lag, run_report
+from engine.actors.step import QUEUED_STEPS, Side, run_step, run_waiter
+from engine.core.decode import DecodeSide
+from engine.core.effects import StartPush
+from engine.core.prefill import PrefillSide
+from engine.core.schedule import SideSizes, StepLimits
+from engine.core.telemetry import Meters
+from engine.errors import ConfigError, EngineError, PeerGone
+from engine.ports import Device, DeviceInfo, RankIdentity, RankPorts, Ticket
+from transport.fabric import Fabric
+from transport.messages import (
+    PROTOCOL_VERSION,
+    RANK_FROM_HEAD,
+    PeerDown,
+    PeerUp,
+    RankHello,
+    RankReady,
+    RankStarting,
+)
+from transport.stream import FrameStream
+
+PEER_ORDERS = 1024
+"""PeerUp and PeerDown that may wait for the dialler before the head's reader waits."""
+CLOSE_S = 10.0
+"""For device and fabric to close, each. A device that hangs is ended with the process."""
+
+
+async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
+    """One rank, from hello to its end. Returns when the head's stream ended or a Drain is done.
+
+    Raises:
+        ConfigError: limits and device do not fit each other.
+        DeviceError: the device could not be opened or failed; open requests were answered first.
+        FabricError: the fabric could not be opened, or refused the arena.
+        RemoteProtocolError: the head broke the protocol.
+    """
+    limits = identity.config.limits
+    head = FrameStream(
+        ports.head,
+        accepts=RANK_FROM_HEAD,
+        out_limit_bytes=limits.link_out_bytes,
+        stall_s=limits.link_stall_s,
+        name="head",
+    )
+    inbox, callers = Inbox(), Callers()
+    send_order, orders = trio.open_memory_channel[PeerUp | PeerDown](PEER_ORDERS)
+    failure: EngineError | None = None
+    config = identity.config
+    hello = RankHello(
+        version=PROTOCOL_VERSION,
+        rank=identity.rank,
+        generation=identity.generation,
+        role=config.role,
+        pid=os.getpid(),
+        config_digest=config.config_digest,
+    )
+    head.post(hello)
+    async with head, send_order, orders:
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                nonlocal failure
+                try:
+                    await run_head(head, inbox, send_order.send if config.role == "prefill" else callers.bury)
+                except EngineError as error:
+                    failure = failure or error
+                nursery.cancel_scope.cancel()
+
+            async def serve() -> None:
+                nonlocal failure
+                try:
+                    await _serve(ports, identity, head, inbox, callers, orders)
+                except* EngineError as group:
+                    failure = _first_leaf(group)
+                # The head's writer flushes what is queued before it lets itself be cancelled.
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(listen)
+            nursery.start_soon(serve)
+    if failure is not None and not isinstance(failure, PeerGone):
+        raise failure
+
+
+def _first_leaf(group: BaseExceptionGroup[EngineError]) -> EngineError:
+    """What went wrong first: nurseries wrap it once each, and add what its cancellation brought to light."""
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _serve(
+    ports: RankPorts,
+    identity: RankIdentity,
+    head: FrameStream,
+    inbox: Inbox,
+    callers: Callers,
+    orders: trio.MemoryReceiveChannel[PeerUp | PeerDown],
+) -> None:
+    token = trio.lowlevel.current_trio_token()
+
+    def tell_phase(phase: str, done: int, total: int, unit: str) -> None:
+        # May be called from the loading thread, and only the loop may touch the stream.
+        token.run_sync_soon(_post_phase, head, RankStarting(phase, done, total, unit))
+
+    device = await ports.open_device(tell_phase)
+    fabric: Fabric | None = None
+    try:
+        fabric = await ports.open_fabric()
+        await fabric.register(device.block_runs())
+        with _tended_garbage():
+            await _run_side(ports, identity, head, inbox, callers, orders, device, fabric)
+    finally:
+        with trio.CancelScope(shield=True):
+            if fabric is not None:
+                with trio.move_on_after(CLOSE_S):
+                    await fabric.aclose()
+            with trio.move_on_after(CLOSE_S):
+                await device.aclose()
+
+
+def _post_phase(head: FrameStream, phase: RankStarting) -> None:
+    try:
+        head.post(phase)
+    except EngineError:
+        pass  # the stream's own tasks find out, and end the rank
+
+
+async def _run_side(
+    ports: RankPorts,
+    identity: RankIdentity,
+    head: FrameStream,
+    inbox: Inbox,
+    callers: Callers,
+    orders: trio.MemoryReceiveChannel[PeerUp | PeerDown],
+    device: Device,
+    fabric: Fabric,
+) -> None:
+    info, limits = device.info, identity.config.limits
+    sizes = _sizes(identity, info)
+    settings = PairSettings(identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s)
+    links, meters = Links(), Meters()
+    side: Side
+    send_ticket, tickets = trio.open_memory_channel[Ticket](QUEUED_STEPS)
+    # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
+    send_push, pushes = trio.open_memory_channel[StartPush](info.num_pages)
+    async with trio.open_nursery() as nursery:
+        if identity.config.role == "prefill":
+            side = PrefillSide(sizes)
+            nursery.start_soon(run_dialler, orders, ports.dial, fabric, settings, inbox, links)
+
+            async def push() -> None:
+                await run_push(pushes, fabric, links, inbox, num_pages=info.num_pages, transfer_s=limits.transfer_s)
+
+            nursery.start_soon(push)
+        else:
+            if ports.peer_listener is None:
+                raise ConfigError(f"decode rank {identity.rank} has no listener for prefill ranks")
+            side = DecodeSide(sizes)
+            callers.fabric = fabric
+            nursery.start_soon(serve_pairs, ports.peer_listener, fabric, callers, settings, inbox, links)
+
+        async def report() -> None:
+            await run_report(
+                head,
+                inbox,
+                side.gauges,
+                meters,
+                rank=identity.rank,
+                generation=identity.generation,
+                snapshot_s=limits.snapshot_s,
+                step_s=limits.step_s,
+            )
+
+        head.post(_ready(identity, info, fabric, ports.peer_address))
+        nursery.start_soon(report)
+        nursery.start_soon(run_lag, meters)
+        nursery.start_soon(run_waiter, device, tickets, inbox)
+        await run_step(side, device, head, inbox, links, send_ticket, send_push, meters)
+        nursery.cancel_scope.cancel()
+
+
+def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
+    limits = identity.config.limits
+    if limits.prefill_chunk_tokens < info.page_tokens or limits.prefill_chunk_tokens % info.page_tokens:
+        raise ConfigError(
+            f"prefill_chunk_tokens {limits.prefill_chunk_tokens} is not a whole number of pages "
+            f"of {info.page_tokens} tokens: make it a multiple"
+        )
+    return SideSizes(
+        rank=identity.rank,
+        num_pages=info.num_pages,
+        num_slabs=info.num_slabs,
+        vocab_size=info.vocab_size,
+        max_model_tokens=min(info.max_model_tokens, identity.config.max_model_tokens),
+        max_waiting=limits.rank_waiting,
+        grant_us=int(limits.grant_s * 1e6),
+        step=StepLimits(
+            chunk_tokens=limits.prefill_chunk_tokens,
+            page_tokens=info.page_tokens,
+            rows=limits.decode_rows,
+            eos_ids=frozenset(info.eos_ids),
+        ),
+    )
+
+
+def _ready(identity: RankIdentity, info: DeviceInfo, fabric: Fabric, address: str) -> RankReady:
+    return RankReady(
+        rank=identity.rank,
+        generation=identity.generation,
+        address=address,
+        num_pages=info.num_pages,
+        page_tokens=info.page_tokens,
+        page_bytes=info.page_bytes,
+        num_slabs=info.num_slabs,
+        slab_bytes=info.slab_bytes,
+        fabric=fabric.engine,
+        device=info.name,
+    )
+
+
+@contextmanager
+def _tended_garbage() -> Iterator[None]:
+    """What was loaded is never looked at again by the collector, which from here on runs only when the loop says so."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

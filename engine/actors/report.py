@@ -1,0 +1,58 @@
+"""run_report: the rank's snapshots, newest wins, its loop's lag, and the watchdog over its device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import trio
+
+from engine.actors.intake import DeviceFailed, Inbox
+from engine.core.telemetry import Gauges, Meters, build_snapshot
+from engine.errors import DeviceError
+from transport.stream import FrameStream
+
+LAG_PERIOD_S = 0.05
+UNREAD_BYTES = 256 << 10
+"""With so much unread by the head a snapshot is skipped: the next one says more."""
+
+
+async def run_report(
+    head: FrameStream,
+    inbox: Inbox,
+    read_gauges: Callable[[], Gauges],
+    meters: Meters,
+    *,
+    rank: int,
+    generation: int,
+    snapshot_s: float,
+    step_s: float,
+) -> None:
+    """Posts a snapshot every `snapshot_s`; a step that is not done after `step_s` is reported as a failed device."""
+    while True:
+        await trio.sleep(snapshot_s)
+        now_us = int(trio.current_time() * 1e6)
+        if meters.last_step_us is not None and now_us - meters.last_step_us > step_s * 1e6:
+            error = DeviceError(f"step {meters.step + 1} of rank {rank} is not done after {step_s:g} s (step_s)")
+            inbox.put(DeviceFailed(error))
+            return
+        if head.pending_bytes <= UNREAD_BYTES:
+            rss_bytes = read_rss_bytes()
+            head.post(build_snapshot(rank, generation, read_gauges(), meters, now_us=now_us, rss_bytes=rss_bytes))
+
+
+async def run_lag(meters: Meters) -> None:
+    """Measures how late the loop wakes a sleeper: what every other task of the rank waits at least."""
+    while True:
+        due = trio.current_time() + LAG_PERIOD_S
+        await trio.sleep_until(due)
+        meters.loop_lag_us.add(int((trio.current_time() - due) * 1e6))
+
+
+def read_rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,489 @@
+"""Router: the table of requests in the head. It decides who computes what, and tells both ranks at once.
+
+The Router is a table with methods, not a task: clients' connections and ranks' links call it with what they received,
+it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came.
+
+A request's life here:
+
+    submit -> waiting -> placed -> ended             (finished, or failed by a rank)
+                 |          `----> aborting -> gone  (cancelled, client gone, or its other rank lost)
+                 `-> ended                           (cancelled or refused while it waited)
+
+Invariants: a client hears exactly one RequestFinished or RequestFailed per submission, and nothing of the request after
+it (rows of ended requests are dropped here, which is what makes every failure *definite*). An aborting request counts
+on its ranks until each has answered or is dead: the head never believes a rank to be emptier than it is. Prompt ids
+are dropped once they were sent; the requester keeps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import msgspec
+import trio
+
+from engine.actors.admission import check_submission
+from engine.actors.rows import RowTable
+from engine.actors.seats import Client, Entry, Part, Seat
+from engine.core.backlog import Backlog
+from engine.core.routing import Pair, can_ever_hold, choose_pair
+from engine.errors import RemoteProtocolError, RequestRefused
+from engine.log import log_event
+from transport.messages import (
+    Abort,
+    CancelRequest,
+    FailureCode,
+    RankReady,
+    RankSnapshot,
+    RequestAborted,
+    RequestFailed,
+    RequestFinished,
+    ReservePages,
+    Role,
+    StartPrefill,
+    Submit,
+    TokensEmitted,
+)
+from transport.stream import FrameStream
+from transport.wire import Frame
+
+logger = logging.getLogger("engine.router")
+
+TEXT_LIMIT = 4096
+"""Characters of `transport.messages.Text`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """The numbers of `Limits` and of the model that routing needs."""
+
+    queue_requests: int
+    queue_prompt_tokens: int
+    client_inflight: int
+    rank_waiting: int
+    abort_s: float
+    vocab_size: int
+    max_model_tokens: int
+
+
+class Router:
+    """See the module. All methods are synchronous and are called from one trio loop."""
+
+    def __init__(self, limits: RouterLimits) -> None:
+        self._limits = limits
+        self._rows = RowTable()
+        self._entries: dict[int, Entry] = {}
+        self._clients: dict[int, Client] = {}
+        self._seats: dict[int, Seat] = {}
+        self._next_client = 1
+        self._backlog: Backlog[Entry] = Backlog(max_requests=limits.queue_requests, max_ids=limits.queue_prompt_tokens)
+        self._idle = trio.Event()
+        self._idle.set()
+        self.is_draining = False
+        self.num_finished = 0
+        self.num_failed = 0
+
+    # ------------------------------------------------------------ what others may know
+
+    @property
+    def num_waiting(self) -> int:
+        return self._backlog.num_requests
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are on ranks and that somebody still waits for."""
+        return sum(1 for entry in self._entries.values() if entry.prefill is not None and entry.client is not None)
+
+    def ready_roles(self) -> frozenset[Role]:
+        return frozenset(seat.role for seat in self._seats.values())
+
+    async def wait_idle(self) -> None:
+        """Until no request is left, neither waiting nor on a rank."""
+        while self._entries:
+            await self._idle.wait()
+
+    # ------------------------------------------------------------ clients
+
+    def client_joined(self, name: str, link: FrameStream, drop: Callable[[str], None]) -> Client:
+        client = Client(self._next_client, name, link, drop)
+        self._next_client += 1
+        self._clients[client.key] = client
+        return client
+
+    def client_left(self, client: Client) -> None:
+        """Its requests are aborted wherever they are; nobody waits for them any more."""
+        del self._clients[client.key]
+        client.dropped = True
+        for number in list(client.request_to_number.values()):
+            entry = self._entries[number]
+            self._forget_client(entry)
+            self._give_up(entry, "client gone")
+        self._dispatch()
+
+    def client_frames(self, client: Client, frames: Iterable[Frame]) -> None:
+        """Applies what a client sent.
+
+        Raises:
+            RemoteProtocolError: the client uses a number for two requests at a time.
+        """
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, Submit):
+                self._submit(client, message, frame.blob)
+            elif isinstance(message, CancelRequest):
+                self._cancel(client, message.request)
+            else:
+                raise RemoteProtocolError(f"{type(message).__name__} is not allowed after the hello")
+        self._dispatch()
+
+    def _submit(self, client: Client, message: Submit, blob: bytes | memoryview) -> None:
+        if message.request in client.request_to_number:
+            # A RequestFailed would be taken for the end of the request that has the number.
+            raise RemoteProtocolError(f"request number {message.request} is in use on this connection")
+        try:
+            self._check(client, message, blob)
+        except RequestRefused as refusal:
+            self.num_failed += 1
+            log_event(
+                logger, "info", "request.refuse", code=refusal.code, label=message.label or None, msg=str(refusal)
+            )
+            client.tell(
+                RequestFailed(
+                    request=message.request,
+                    attempt=message.attempt,
+                    code=cast(FailureCode, refusal.code),
+                    message=str(refusal),
+                    definite=True,
+                    retryable=refusal.retryable,
+                )
+            )
+            return
+        number = self._rows.open(client.key, message.request, message.attempt)
+        num_ids = len(blob) // 4
+        entry = Entry(number, client, message, num_ids, blob, trio.current_time())
+        self._entries[number] = entry
+        client.request_to_number[message.request] = number
+        self._backlog.add(number, entry, priority=message.priority, num_ids=num_ids)
+        if self._idle.is_set():
+            self._idle = trio.Event()
+
+    def _check(self, client: Client, message: Submit, blob: bytes | memoryview) -> None:
+        limits = self._limits
+        if self.is_draining:
+            raise RequestRefused("draining", "the engine is shutting down", retryable=True)
+        check_submission(message, blob, vocab_size=limits.vocab_size, max_model_tokens=limits.max_model_tokens)
+        if len(client.request_to_number) >= limits.client_inflight:
+            raise RequestRefused(
+                "queue_full",
+                f"this client has {limits.client_inflight} unfinished requests (the limit)",
+                retryable=True,
+            )
+        full = self._backlog.why_full(len(blob) // 4)
+        if full is not None:
+            raise RequestRefused("queue_full", f"the engine is full: {full}", retryable=True)
+
+    def _cancel(self, client: Client, request: int) -> None:
+        number = client.request_to_number.get(request)
+        if number is None:
+            return  # it ended while the cancellation was on its way: its end was told
+        entry = self._entries[number]
+        if entry.prefill is None:
+            self._fail(entry, "cancelled", "cancelled while it waited", retryable=False)
+        elif not entry.is_aborting:
+            # Rows pass until the ranks have answered, so that a RequestFinished may overtake with nothing missing.
+            entry.abort_deadline = trio.current_time() + self._limits.abort_s
+            self._abort_parts(entry)
+            self._settle(entry)
+
+    # ------------------------------------------------------------ ranks
+
+    def rank_ready(
+        self, generation: int, role: Role, link: FrameStream, ready: RankReady, fault: Callable[[str], None]
+    ) -> None:
+        """The rank takes requests from now on. PeerUp was posted to the ranks that need it, before this."""
+        self._seats[ready.rank] = Seat(generation, role, link, ready, fault)
+        self._dispatch()
+
+    def rank_snapshot(self, snapshot: RankSnapshot) -> None:
+        seat = self._seats.get(snapshot.rank)
+        if seat is not None:
+            seat.quarantined_pages = snapshot.pages_quarantined
+
+    def rank_frames(self, rank: int, frames: Iterable[Frame]) -> None:
+        """Applies what a ready rank sent about requests.
+
+        Raises:
+            RemoteProtocolError: the rank broke the protocol; its process should be ended.
+        """
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, TokensEmitted):
+                self._forward(message, frame.blob)
+            elif isinstance(message, RequestFinished):
+                self._finished(rank, message)
+            elif isinstance(message, RequestFailed):
+                self._failed(rank, message)
+            elif isinstance(message, RequestAborted):
+                self._aborted(rank, message)
+            else:
+                raise RemoteProtocolError(f"{type(message).__name__} is not allowed once a rank is ready")
+        self._dispatch()
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """The rank takes no more; requests that needed it fail, and may be tried again at once."""
+        seat = self._seats.pop(rank, None)
+        if seat is None:
+            return
+        for number in list(seat.parts):
+            entry = self._entries[number]
+            seat.release(number)
+            if entry.is_aborting:
+                entry.awaited.discard(rank)
+                self._settle(entry)
+            else:
+                self._fail(entry, "rank_lost", f"{seat.role} rank {rank} is lost: {why}", retryable=True)
+        self._dispatch()
+
+    def _forward(self, message: TokensEmitted, blob: bytes | memoryview) -> None:
+        split = self._rows.split(message, blob)
+        for number in split.first_numbers:
+            # Its first token comes from the prefill rank's commit, so that rank has done its part.
+            entry = self._entries[number]
+            if entry.prefill is not None:
+                self._release(entry, entry.prefill)
+        for key, part, columns in split.parts:
+            self._clients[key].tell(part, columns)
+
+    def _finished(self, rank: int, message: RequestFinished) -> None:
+        entry = self._lookup(rank, message.request, message.attempt)
+        if entry is None:
+            return
+        if entry.client is not None:
+            self.num_finished += 1
+            entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
+            self._log_finish(entry, message)
+        self._remove(entry)
+
+    def _failed(self, rank: int, message: RequestFailed) -> None:
+        entry = self._lookup(rank, message.request, message.attempt)
+        if entry is None or entry.is_aborting:
+            return  # an aborting request ends by RequestAborted, which always comes
+        self._release(entry, rank)
+        self._fail(entry, message.code, f"rank {rank}: {message.message}", retryable=message.retryable)
+
+    def _aborted(self, rank: int, message: RequestAborted) -> None:
+        entry = self._entries.get(message.request)
+        if entry is not None and rank in entry.awaited:
+            entry.awaited.discard(rank)
+            self._release(entry, rank)
+            self._settle(entry)
+
+    def _lookup(self, rank: int, number: int, attempt: int) -> Entry | None:
+        """The request, if this rank has to do with it and means this attempt."""
+        entry = self._entries.get(number)
+        if entry is None or entry.submit.attempt != attempt or rank not in (entry.prefill, entry.decode):
+            return None
+        return entry
+
+    # ------------------------------------------------------------ the head
+
+    def drain(self) -> None:
+        """New submissions are refused; what is here goes on."""
+        self.is_draining = True
+
+    def fail_all(self, message: str) -> None:
+        """Ends every request for its client, because the ranks are going away."""
+        for entry in list(self._entries.values()):
+            self._fail(entry, "draining", message, retryable=True)
+
+    def expire(self) -> None:
+        """Ends the waiting for ranks that have not answered an Abort in time. The ranks still count as busy with it."""
+        now = trio.current_time()
+        for entry in list(self._entries.values()):
+            if entry.abort_deadline is not None and entry.abort_deadline <= now:
+                entry.abort_deadline = None
+                log_event(
+                    logger,
+                    "warning",
+                    "request.abort_late",
+                    request=entry.number,
+                    ranks=sorted(entry.awaited),
+                    msg=f"no RequestAborted within limits.abort_s ({self._limits.abort_s:g} s)",
+                )
+                self._tell_failed(entry, "cancelled", "cancelled", retryable=False)
+
+    # ------------------------------------------------------------ inner moves
+
+    def _dispatch(self) -> None:
+        """Places waiting requests, strictly in their order, as long as ranks may take more."""
+        while True:
+            entry = self._backlog.first()
+            if entry is None:
+                return
+            prefill = [seat.load() for seat in self._seats.values() if seat.role == "prefill"]
+            decode = [seat.load() for seat in self._seats.values() if seat.role == "decode"]
+            if not prefill or not decode:
+                return
+            if not can_ever_hold(prefill, entry.num_ids) or not can_ever_hold(decode, entry.max_length):
+                most = max(load.num_pages * load.page_tokens for load in decode)
+                self._fail(
+                    entry,
+                    "too_long",
+                    f"{entry.max_length} tokens fit on no rank (the largest arena holds {most})",
+                    retryable=False,
+                )
+                continue
+            pair = choose_pair(
+                prefill,
+                decode,
+                num_ids=entry.num_ids,
+                max_tokens_total=entry.max_length,
+                rank_waiting=self._limits.rank_waiting,
+            )
+            if pair is None:
+                return
+            self._place(entry, pair)
+
+    def _place(self, entry: Entry, pair: Pair) -> None:
+        self._backlog.remove(entry.number)
+        source, sink = self._seats[pair.prefill], self._seats[pair.decode]
+        entry.prefill, entry.decode = pair.prefill, pair.decode
+        source.take(entry.number, Part(entry.num_ids, -(-entry.num_ids // source.ready.page_tokens)))
+        sink.take(entry.number, Part(entry.max_length, -(-entry.max_length // sink.ready.page_tokens)))
+        submit = entry.submit
+        sink.tell(
+            ReservePages(
+                request=entry.number,
+                attempt=submit.attempt,
+                prefill_rank=pair.prefill,
+                num_ids=entry.num_ids,
+                generated=submit.generated,
+                sampling=submit.sampling,
+                priority=submit.priority,
+            )
+        )
+        source.tell(
+            StartPrefill(
+                request=entry.number,
+                attempt=submit.attempt,
+                decode_rank=pair.decode,
+                generated=submit.generated,
+                sampling=submit.sampling,
+                queued_us=int((trio.current_time() - entry.queued_at) * 1e6),
+                priority=submit.priority,
+            ),
+            entry.ids,
+        )
+        entry.ids = b""
+
+    def _fail(self, entry: Entry, code: FailureCode, message: str, *, retryable: bool) -> None:
+        """Tells the client now, and clears up on the ranks."""
+        self._tell_failed(entry, code, message, retryable=retryable)
+        self._give_up(entry, code)
+
+    def _tell_failed(self, entry: Entry, code: FailureCode, message: str, *, retryable: bool) -> None:
+        client = entry.client
+        if client is None:
+            return
+        self._forget_client(entry)
+        self.num_failed += 1
+        submit = entry.submit
+        client.tell(
+            RequestFailed(
+                request=submit.request,
+                attempt=submit.attempt,
+                code=code,
+                message=message[:TEXT_LIMIT],
+                definite=True,
+                retryable=retryable,
+            )
+        )
+        log_event(
+            logger,
+            "info",
+            "request.fail",
+            request=entry.number,
+            label=submit.label or None,
+            code=code,
+            msg=message,
+            prefill_rank=entry.prefill,
+            decode_rank=entry.decode,
+        )
+
+    def _forget_client(self, entry: Entry) -> None:
+        """From here on nothing of the request reaches a client."""
+        if entry.client is not None:
+            del entry.client.request_to_number[entry.submit.request]
+            entry.client = None
+            self._rows.mute(entry.number)
+
+    def _give_up(self, entry: Entry, why: str) -> None:
+        """Makes the ranks drop it; it is gone when they have answered."""
+        if entry.prefill is None:
+            self._remove(entry)
+            return
+        if not entry.is_aborting:
+            log_event(logger, "debug", "request.abort", request=entry.number, msg=why)
+            self._abort_parts(entry)
+        self._settle(entry)
+
+    def _abort_parts(self, entry: Entry) -> None:
+        for rank in (entry.decode, entry.prefill):
+            seat = self._seats.get(rank) if rank is not None else None
+            if rank is not None and seat is not None and entry.number in seat.parts:
+                entry.awaited.add(rank)
+                seat.tell(Abort(request=entry.number, attempt=entry.submit.attempt))
+
+    def _settle(self, entry: Entry) -> None:
+        """Ends an aborted request once no rank holds it."""
+        if not entry.awaited:
+            self._tell_failed(entry, "cancelled", "cancelled", retryable=False)
+            self._remove(entry)
+
+    def _release(self, entry: Entry, rank: int) -> None:
+        seat = self._seats.get(rank)
+        if seat is not None:
+            seat.release(entry.number)
+
+    def _remove(self, entry: Entry) -> None:
+        self._forget_client(entry)
+        self._backlog.remove(entry.number)
+        for rank in (entry.prefill, entry.decode):
+            if rank is not None:
+                self._release(entry, rank)
+        del self._entries[entry.number]
+        self._rows.close(entry.number)
+        if not self._entries:
+            self._idle.set()
+
+    def _log_finish(self, entry: Entry, message: RequestFinished) -> None:
+        timings = message.timings
+        log_event(
+            logger,
+            "info",
+            "request.finish",
+            request=entry.number,
+            label=entry.submit.label or None,
+            reason=message.reason,
+            prompt=message.prompt_tokens,
+            cached=message.cached_tokens,
+            out=message.completion_tokens,
+            total_ms=(trio.current_time() - entry.queued_at) * 1e3,
+            queue_ms=timings.queue_us / 1e3,
+            prefill_ms=timings.prefill_us / 1e3,
+            push_ms=timings.push_us / 1e3,
+            handoff_ms=timings.handoff_us / 1e3,
+            prefill_rank=message.prefill_rank,
+            decode_rank=message.decode_rank,
+            pushed_bytes=message.pushed_bytes,
+        )
+
+
+async def run_deadlines(router: Router, period_s: float) -> None:
+    """Looks after overdue aborts, for ever."""
+    while True:
+        await trio.sleep(period_s)
+        router.expire()

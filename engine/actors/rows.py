@@ -1,0 +1,127 @@
+"""RowTable: request numbers of the cluster to requests of clients, as columns, for the frame that comes every step.
+
+A number is `life << SLOT_BITS | slot`: the slot finds the row without a search, the life tells a row from those that
+used the slot before. So splitting a step's frame is a handful of numpy operations, whatever the number of requests.
+Invariant: a slot is live from `open` until `mute` or `close`, and reserved until `close`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.errors import RemoteProtocolError
+from transport.messages import TokensEmitted
+
+SLOT_BITS = 20
+_SLOT_MASK = (1 << SLOT_BITS) - 1
+_ROW_BYTES = 8 + 4 + 4 + 4
+"""request, attempt, index, count: see TokensEmitted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """A step's frame taken apart.
+
+    Attributes:
+        parts: per client (its key), the message and blob to send.
+        first_numbers: requests whose first row of this attempt came with it.
+        dropped_rows: rows of requests that ended before.
+    """
+
+    parts: list[tuple[int, TokensEmitted, bytes]]
+    first_numbers: list[int]
+    dropped_rows: int
+
+
+class RowTable:
+    """See the module. `client` keys are small ints that the caller gives out."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._number = np.zeros(capacity, np.int64)
+        self._attempt = np.zeros(capacity, np.int32)
+        self._request = np.zeros(capacity, np.int64)
+        self._client = np.zeros(capacity, np.int64)
+        self._unseen = np.zeros(capacity, np.bool_)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._life = 0
+
+    def open(self, client: int, request: int, attempt: int) -> int:
+        """Reserves a row; returns the cluster's number for it."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._life += 1
+        number = self._life << SLOT_BITS | slot
+        self._number[slot] = number
+        self._attempt[slot] = attempt
+        self._request[slot] = request
+        self._client[slot] = client
+        self._unseen[slot] = True
+        return number
+
+    def mute(self, number: int) -> None:
+        """Its rows are dropped from now on; the number stays reserved."""
+        self._number[number & _SLOT_MASK] = 0
+
+    def close(self, number: int) -> None:
+        """Gives the slot back."""
+        slot = number & _SLOT_MASK
+        self._number[slot] = 0
+        self._free.append(slot)
+
+    def split(self, message: TokensEmitted, blob: bytes | memoryview) -> Split:
+        """Sorts the rows by client and renumbers them.
+
+        Raises:
+            RemoteProtocolError: the blob does not have the layout that the message states.
+        """
+        rows, tokens = message.num_rows, message.num_tokens
+        if len(blob) != rows * _ROW_BYTES + 4 * tokens:
+            raise RemoteProtocolError(f"TokensEmitted of {rows} rows and {tokens} tokens has {len(blob)} bytes")
+        numbers = np.frombuffer(blob, "<i8", rows)
+        attempt = np.frombuffer(blob, "<i4", rows, 8 * rows)
+        index = np.frombuffer(blob, "<i4", rows, 12 * rows)
+        count = np.frombuffer(blob, "<i4", rows, 16 * rows)
+        if rows and (int(count.min()) < 1 or int(count.sum(dtype=np.int64)) != tokens or int(numbers.min()) < 0):
+            raise RemoteProtocolError(f"TokensEmitted of {rows} rows: counts do not add up to {tokens} tokens")
+        slots = numbers & _SLOT_MASK
+        known = slots < len(self._number)
+        if not known.all():
+            raise RemoteProtocolError("TokensEmitted names a request that the head never numbered")
+        live = (self._number[slots] == numbers) & (self._attempt[slots] == attempt)
+        unseen = self._unseen[slots] & live
+        first_numbers: list[int] = numbers[unseen].tolist()
+        self._unseen[slots[unseen]] = False
+        clients = self._client[slots]
+        owners = np.unique(clients[live])
+        parts: list[tuple[int, TokensEmitted, bytes]] = []
+        if len(owners) == 1 and bool(live.all()):
+            renumbered = self._request[slots].astype("<i8").tobytes()
+            parts.append((int(owners[0]), message, renumbered + bytes(blob[8 * rows :])))
+        else:
+            token = np.frombuffer(blob, "<i4", tokens, _ROW_BYTES * rows)
+            token_row = np.repeat(np.arange(rows), count)
+            for owner in owners.tolist():
+                mine = live & (clients == owner)
+                columns: tuple[npt.NDArray[np.generic], ...] = (
+                    self._request[slots[mine]].astype("<i8"),
+                    attempt[mine],
+                    index[mine],
+                    count[mine],
+                    token[mine[token_row]],
+                )
+                part = TokensEmitted(step=message.step, num_rows=int(mine.sum()), num_tokens=len(columns[4]))
+                parts.append((owner, part, b"".join(column.tobytes() for column in columns)))
+        return Split(parts, first_numbers, rows - int(live.sum()))
+
+    def _grow(self) -> None:
+        old = len(self._number)
+        if old > _SLOT_MASK:
+            raise AssertionError(f"more than {_SLOT_MASK + 1} requests at once: the queue's limits are not kept")
+        for name in ("_number", "_attempt", "_request", "_client", "_unseen"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
+        self._free.extend(range(2 * old - 1, old - 1, -1))

@@ -1,0 +1,111 @@
+"""What the head keeps of clients, ready ranks and requests: the rows of the router's tables. They decide nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from engine.core.routing import RankLoad
+from engine.errors import Overflow, PeerGone
+from transport.messages import Message, RankReady, Role, Submit
+from transport.stream import FrameStream
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Client:
+    """One connection to the request socket. `drop` ends the connection; it must not call back into the router."""
+
+    key: int
+    name: str
+    link: FrameStream
+    drop: Callable[[str], None]
+    request_to_number: dict[int, int] = dataclasses.field(default_factory=dict)
+    dropped: bool = False
+
+    def tell(self, message: Message, blob: bytes = b"") -> None:
+        """Queues a frame. A client that does not read is dropped whole: a stream with a gap would be a lie."""
+        if self.dropped:
+            return
+        try:
+            self.link.post(message, blob)
+        except (Overflow, PeerGone) as error:
+            self.dropped = True
+            self.drop(str(error))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a request costs on one of its ranks."""
+
+    tokens: int
+    pages: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Seat:
+    """A ready rank. `fault` makes the supervisor end this life of it."""
+
+    generation: int
+    role: Role
+    link: FrameStream
+    ready: RankReady
+    fault: Callable[[str], None]
+    parts: dict[int, Part] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    pages: int = 0
+    quarantined_pages: int = 0
+
+    def tell(self, message: Message, blob: bytes | memoryview = b"") -> None:
+        try:
+            self.link.post(message, blob)
+        except (Overflow, PeerGone) as error:
+            self.fault(f"does not take commands: {error}")
+
+    def load(self) -> RankLoad:
+        return RankLoad(
+            rank=self.ready.rank,
+            requests=len(self.parts),
+            tokens=self.tokens,
+            pages=self.pages,
+            page_tokens=self.ready.page_tokens,
+            num_pages=self.ready.num_pages,
+            quarantined_pages=self.quarantined_pages,
+        )
+
+    def take(self, number: int, part: Part) -> None:
+        self.parts[number] = part
+        self.tokens += part.tokens
+        self.pages += part.pages
+
+    def release(self, number: int) -> bool:
+        part = self.parts.pop(number, None)
+        if part is None:
+            return False
+        self.tokens -= part.tokens
+        self.pages -= part.pages
+        return True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """A submission. `client` is None once the client needs to hear no more of it."""
+
+    number: int
+    client: Client | None
+    submit: Submit
+    num_ids: int
+    ids: bytes | memoryview
+    queued_at: float
+    prefill: int | None = None
+    decode: int | None = None
+    awaited: set[int] = dataclasses.field(default_factory=set)
+    abort_deadline: float | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Ids of the sequence at its longest."""
+        return self.num_ids - self.submit.generated + self.submit.sampling.max_tokens
+
+    @property
+    def is_aborting(self) -> bool:
+        return bool(self.awaited)

@@ -1,0 +1,233 @@
+"""run_step: the loop at the heart of a rank, and the only writer of its sequences, queues and pages.
+
+One turn: take all that has arrived, without waiting; expire, grant, plan and submit, so that the device has its next
+step before anything else is done; then carry out the effects (tokens of the step before, grants, pushes); then wait for
+any input. A result is an input like any other: `run_waiter` brings it. So two steps are in the device's queue, and
+what the host does for a step is done while the device works on the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+from typing import Protocol
+
+import trio
+
+from engine.actors.intake import (
+    DeviceFailed,
+    Fact,
+    HeadFrame,
+    Inbox,
+    LinkLost,
+    LinkUp,
+    PeerFrame,
+    PushDone,
+    PushFailed,
+    StepDone,
+    Unreachable,
+)
+from engine.actors.links import Links
+from engine.core.effects import DropLink, Effect, StartPush, ToHead, ToPeer
+from engine.core.plan import StepPlan, StepResult
+from engine.core.prefill import PrefillSide
+from engine.core.telemetry import Gauges, Meters
+from engine.errors import DeviceError, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
+from engine.ports import Device, Ticket
+from transport.messages import FailureCode, Message
+from transport.stream import FrameStream
+
+QUEUED_STEPS = 2
+"""Steps in the device's queue: one runs, one waits."""
+IDLE_COLLECT_S = 0.5
+"""A rank without work for so long collects garbage; while it works nothing is collected, see `Garbage`."""
+COLLECT_STEPS = 8192
+"""A rank that is never idle collects once in so many steps, behind two queued ones."""
+
+
+class Side(Protocol):
+    """What the loop needs of PrefillSide and DecodeSide."""
+
+    def on_head(self, message: Message, blob: memoryview, now_us: int) -> None: ...
+    def on_link_up(self, link: int, greeting: Message, now_us: int, /) -> None: ...
+    def on_link_lost(self, link: int) -> None: ...
+    def on_peer(self, link: int, message: Message, blob: memoryview, now_us: int) -> None: ...
+    def fail_all(self, code: FailureCode, why: str) -> None: ...
+    def settle(self, now_us: int) -> None: ...
+    def plan(self, now_us: int) -> StepPlan | None: ...
+    def apply(self, result: StepResult, now_us: int) -> None: ...
+    def expire(self, now_us: int) -> None: ...
+    def take_outbox(self) -> list[Effect]: ...
+    def gauges(self) -> Gauges: ...
+    def check(self) -> None: ...
+    @property
+    def next_deadline_us(self) -> int | None: ...
+    @property
+    def is_drained(self) -> bool: ...
+
+
+class Garbage:
+    """When to collect: at idle, or rarely behind queued steps. A collection in the middle of steps is a stall."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    async def wait(self, inbox: Inbox, side: Side, *, is_idle: bool) -> None:
+        """Waits for input; at idle it collects, and has the side count its memory, where that costs nothing."""
+        if is_idle and self.steps:
+            with trio.move_on_after(IDLE_COLLECT_S) as rest:
+                await inbox.wait()
+            if not rest.cancelled_caught:
+                return
+            side.check()
+            self._collect()
+        elif self.steps >= COLLECT_STEPS:
+            self._collect()
+        await inbox.wait()
+
+    def _collect(self) -> None:
+        gc.collect()
+        self.steps = 0
+
+
+async def run_waiter(device: Device, tickets: trio.MemoryReceiveChannel[Ticket], inbox: Inbox) -> None:
+    """Awaits submitted steps in order and brings their results; ends with the device."""
+    async for ticket in tickets:
+        try:
+            result = await device.wait(ticket)
+        except DeviceError as error:
+            inbox.put(DeviceFailed(error))
+            return
+        inbox.put(StepDone(result))
+
+
+async def run_step(
+    side: Side,
+    device: Device,
+    head: FrameStream,
+    inbox: Inbox,
+    links: Links,
+    tickets: trio.MemorySendChannel[Ticket],
+    pushes: trio.MemorySendChannel[StartPush],
+    meters: Meters,
+) -> None:
+    """The loop. Returns once it was told to drain and everything is answered.
+
+    Raises:
+        DeviceError: the device failed; every request was answered with `device_failed` before.
+        RemoteProtocolError: the head broke the protocol.
+        PeerGone, Overflow: the head's stream takes no more.
+    """
+    submitted_us: collections.deque[int] = collections.deque()
+    garbage = Garbage()
+    while True:
+        now_us = _now_us()
+        for fact in inbox.take():
+            if isinstance(fact, StepDone):
+                _measure(meters, fact.result, submitted_us, now_us)
+                side.apply(fact.result, now_us)
+            elif isinstance(fact, DeviceFailed):
+                _give_up(side, fact.error, head)
+            else:
+                _handle(side, fact, links, now_us)
+        deadline_us = side.next_deadline_us
+        if deadline_us is not None and deadline_us <= now_us:
+            side.expire(now_us)
+        side.settle(now_us)
+        while len(submitted_us) < QUEUED_STEPS:
+            plan = side.plan(now_us)
+            if plan is None:
+                break
+            try:
+                ticket = device.submit(plan)
+            except DeviceError as error:
+                _give_up(side, error, head)
+            submitted_us.append(_now_us())
+            garbage.steps += 1
+            tickets.send_nowait(ticket)
+            if meters.last_step_us is None:
+                meters.last_step_us = submitted_us[-1]
+        _carry_out(side.take_outbox(), head, links, pushes)
+        if not submitted_us:
+            meters.last_step_us = None
+            if side.is_drained:
+                return
+        deadline_us = side.next_deadline_us
+        if deadline_us is None:
+            await garbage.wait(inbox, side, is_idle=not submitted_us)
+        else:
+            with trio.move_on_at(deadline_us / 1e6 + 1e-6):
+                await inbox.wait()
+
+
+def _now_us() -> int:
+    return int(trio.current_time() * 1e6)
+
+
+def _measure(meters: Meters, result: StepResult, submitted_us: collections.deque[int], now_us: int) -> None:
+    """A step's time counts from when the device could start it: its submission, or the end of the step before."""
+    began_us = submitted_us.popleft()
+    if meters.last_step_us is not None:
+        began_us = max(began_us, meters.last_step_us)
+    meters.step_us.add(now_us - began_us)
+    meters.device_us.add(result.device_us)
+    meters.last_step_us = now_us
+    meters.step = result.step
+
+
+def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
+    match fact:
+        case Unreachable() | PushDone() | PushFailed():
+            assert isinstance(side, PrefillSide), f"{type(fact).__name__} on a rank that pushes nothing"
+            _handle_push(side, fact, now_us)
+        case HeadFrame(message, blob):
+            side.on_head(message, blob, now_us)
+        case PeerFrame(link, message, blob):
+            try:
+                side.on_peer(link, message, blob, now_us)
+            except RemoteProtocolError as error:
+                # A peer that breaks the protocol costs its link and the requests on it, never this rank.
+                links.drop(link, str(error))
+                side.on_link_lost(link)
+        case LinkUp(link, greeting):
+            side.on_link_up(link, greeting, now_us)
+        case LinkLost(link):
+            side.on_link_lost(link)
+        case _:
+            raise LocalProtocolError(f"{type(fact).__name__} is not for a side")
+
+
+def _handle_push(side: PrefillSide, fact: Unreachable | PushDone | PushFailed, now_us: int) -> None:
+    match fact:
+        case Unreachable(rank):
+            side.on_unreachable(rank)
+        case PushDone(key, first, count, report):
+            side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us)
+        case PushFailed(key, why, how):
+            side.on_push_failed(key, why, how)
+
+
+def _carry_out(
+    effects: list[Effect], head: FrameStream, links: Links, pushes: trio.MemorySendChannel[StartPush]
+) -> None:
+    for effect in effects:
+        match effect:
+            case ToHead(message, blob):
+                head.post(message, blob)
+            case ToPeer(link, message, blob):
+                links.post(link, message, blob)
+            case StartPush():
+                pushes.send_nowait(effect)
+            case DropLink(link, why):
+                links.drop(link, why)
+
+
+def _give_up(side: Side, error: DeviceError, head: FrameStream) -> None:
+    side.fail_all("device_failed", str(error))
+    try:
+        for effect in side.take_outbox():
+            if isinstance(effect, ToHead):
+                head.post(effect.message, effect.blob)
+    except (PeerGone, Overflow):
+        pass  # a head that is gone needs no answers; what ends this rank is still its device
+    raise error

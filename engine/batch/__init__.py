@@ -1,0 +1,1 @@
+"""engine batch: JSONL in, JSONL out, against a head, within bounded memory."""

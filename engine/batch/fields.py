@@ -1,0 +1,167 @@
+"""What a request body may hold: every field with its type, and the few that are only allowed to say nothing.
+
+A field that this engine does not know is ignored and reported. A field that it knows and can not honour is refused
+unless it asks for nothing (`n: 1`, `tools: []`), because a client must be able to rely on what it asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from engine.errors import RequestRefused
+from engine.faces.chat import ChatMessage
+
+MAX_STOPS = 16
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """`chat_template_kwargs`. Both spellings that clients use for "reason first"."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+
+
+FIELD_TO_TYPE: dict[str, Any] = {
+    "model": str,
+    "messages": Annotated[list[ChatMessage], msgspec.Meta(min_length=1)],
+    "prompt": str | list[int | str | list[int]],
+    "max_tokens": Count,
+    "max_completion_tokens": Count,
+    "min_tokens": Id,
+    "temperature": Annotated[float, msgspec.Meta(ge=0, le=100)],
+    "top_p": Annotated[float, msgspec.Meta(gt=0, le=1)],
+    "top_k": Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)],
+    "seed": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    "stop": StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)],
+    "stop_token_ids": Annotated[list[Id], msgspec.Meta(max_length=64)],
+    "ignore_eos": bool,
+    "skip_special_tokens": bool,
+    "add_special_tokens": bool,
+    "continue_final_message": bool,
+    "chat_template_kwargs": ChatOptions,
+    # Known, without effect on the answer.
+    "user": str,
+    # Known and not supported: only the values below are taken.
+    "n": int,
+    "best_of": int,
+    "stream": bool,
+    "echo": bool,
+    "suffix": str,
+    "logprobs": bool | int,
+    "top_logprobs": int,
+    "prompt_logprobs": int,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+    "min_p": float,
+    "logit_bias": dict[str, float],
+    "tools": list[msgspec.Raw],
+    "functions": list[msgspec.Raw],
+    "tool_choice": str | dict[str, msgspec.Raw],
+    "response_format": dict[str, msgspec.Raw],
+    "guided_json": msgspec.Raw,
+    "guided_regex": str,
+    "guided_choice": list[str],
+    "structured_outputs": dict[str, msgspec.Raw],
+}
+FIELD_TO_DECODER: dict[str, msgspec.json.Decoder[Any]] = {
+    name: msgspec.json.Decoder(type_) for name, type_ in FIELD_TO_TYPE.items()
+}
+FIELD_TO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": b'"text"'},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": ([],),
+    "structured_outputs": ({},),
+}
+"""Values of unsupported fields that ask for nothing."""
+CHAT_ONLY = frozenset({"messages", "continue_final_message", "chat_template_kwargs", "max_completion_tokens"})
+COMPLETION_ONLY = frozenset({"prompt", "add_special_tokens", "best_of", "echo", "suffix"})
+BODY_KEYS = frozenset(FIELD_TO_TYPE)
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
+
+
+class FieldRefused(RequestRefused):
+    """A body field that can not be honoured. `code` is `bad_request`, `field_code` says more."""
+
+    def __init__(self, message: str, field_code: str) -> None:
+        super().__init__("bad_request", message)
+        self.field_code = field_code
+
+
+def decode_field(name: str, raw: bytes | msgspec.Raw) -> Any:
+    """The value of a known field; None for JSON null.
+
+    Raises:
+        FieldRefused: of a wrong type (`invalid_field`), or a wish that is not supported (`unsupported_field`).
+    """
+    data = bytes(raw)
+    if data.strip() == b"null":
+        return None
+    try:
+        value = FIELD_TO_DECODER[name].decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FieldRefused(f"{name}: {error}", "invalid_field") from error
+    if name in FIELD_TO_NEUTRAL and not _is_neutral(value, FIELD_TO_NEUTRAL[name]):
+        raise FieldRefused(f"{name}: this value is not supported yet; leave the field out", "unsupported_field")
+    return value
+
+
+def read_fields(
+    body: Mapping[str, msgspec.Raw], defaults: Mapping[str, bytes], *, chat: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The known fields of a body with the defaults for those it lacks, and the names of the fields that were ignored.
+
+    Fields of the other kind of request (`messages` in a completion) count as ignored, but for `prompt` and `messages`
+    themselves, which contradict each other.
+
+    Raises:
+        FieldRefused: see `decode_field`.
+    """
+    foreign = COMPLETION_ONLY if chat else CHAT_ONLY
+    values: dict[str, Any] = {}
+    ignored = []
+    for name, raw in body.items():
+        if name not in FIELD_TO_TYPE or name in foreign:
+            ignored.append(name)
+            continue
+        value = decode_field(name, raw)
+        if value is not None and name not in FIELD_TO_NEUTRAL:
+            values[name] = value
+    has_limit = any(name in values for name in LIMIT_FIELDS)
+    for name, default in defaults.items():
+        if name in values or name in foreign or (has_limit and name in LIMIT_FIELDS):
+            continue
+        value = decode_field(name, default)
+        if value is not None and name not in FIELD_TO_NEUTRAL:
+            values[name] = value
+    return values, tuple(ignored)
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if isinstance(value, dict):
+        value = {key: bytes(item) if isinstance(item, msgspec.Raw) else item for key, item in value.items()}
+    # `False == 0` in Python, but `logprobs: 0` asks for the sampled token's probability.
+    return any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral)

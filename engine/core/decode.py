@@ -1,0 +1,483 @@
+"""DecodeSide: all decisions of a decode rank, without any I/O.
+
+Facts come in through `on_*` methods and step results; what to do about them is left in the outbox as effects. The step
+actor is the only caller. States and transitions are `handoff.DECODE`; this file finds the record, and carries out the
+actions that a transition lists.
+
+A request reserves all it can ever need (prompt, the rest of `max_tokens`, one slab) before its prompt is computed, so
+whatever runs can run to its end: nothing is preempted and nothing waits for memory while it holds some. What does not
+fit waits, by priority and then by arrival; a large request at the front is not overtaken by small ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+from array import array
+
+from engine.core.arena import Arena, Holding
+from engine.core.effects import Effect, ToHead, ToPeer
+from engine.core.handoff import DECODE, Action, DecodeEvent, DecodePhase, advance
+from engine.core.links import PeerTable
+from engine.core.pages import PageState
+from engine.core.plan import StepPlan, StepResult
+from engine.core.request import (
+    RequestKey,
+    Sequence,
+    build_failure,
+    completion_limit,
+    count_pages,
+    find_misfit,
+    judge_token,
+    num_history,
+)
+from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
+from engine.core.telemetry import Gauges
+from engine.core.tokens import TokenBuffer
+from engine.errors import LocalProtocolError, RemoteProtocolError
+from transport.messages import (
+    Abort,
+    Drain,
+    EpochEnded,
+    FailureCode,
+    GrantRevoked,
+    Message,
+    PagesGranted,
+    PagesPushed,
+    PeerDown,
+    PeerHello,
+    PrefillCommitted,
+    RequestAborted,
+    RequestFinished,
+    ReservePages,
+    Timings,
+)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PrefillLink:
+    """A pair stream to a prefill rank. `news_us`: when it last told of a push or a commit."""
+
+    rank: int
+    generation: int
+    news_us: int
+
+
+class DecodeSide:
+    """See the module. Times are microseconds of one monotonic clock."""
+
+    def __init__(self, sizes: SideSizes) -> None:
+        self.sizes = sizes
+        self.arena = Arena(sizes.num_pages, sizes.num_slabs)
+        self.schedule = Schedule()
+        self.draining = False
+        self.sequences: dict[RequestKey, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._epochs: dict[int, Sequence] = {}
+        self._held: dict[RequestKey, Sequence] = {}
+        self._peers: PeerTable[PrefillLink] = PeerTable()
+        self._deadlines: list[tuple[int, int, Sequence]] = []
+        self._serial = itertools.count()
+        self._next_epoch = 1
+        self._next_order = 0
+        self._emitted = TokenBuffer()
+        self._step = 0
+        self._outbox: list[Effect] = []
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    # ------------------------------------------------------------ facts
+
+    def on_head(self, message: Message, blob: memoryview, now_us: int) -> None:
+        """A frame of the head. Raises RemoteProtocolError for one that a decode rank can not get."""
+        match message:
+            case ReservePages():
+                self._on_reserve(message, now_us)
+            case Abort():
+                sequence = self.sequences.get((message.request, message.attempt))
+                if sequence is None:
+                    self._outbox.append(ToHead(RequestAborted(message.request, message.attempt)))
+                else:
+                    self._move(sequence, DecodeEvent.ABORT)
+            case PeerDown():
+                self._on_peer_down(message)
+            case Drain():
+                self.draining = True
+            case _:
+                raise RemoteProtocolError(f"head sent {type(message).__name__} to a decode rank")
+
+    def on_link_up(self, link: int, hello: Message, now_us: int) -> None:
+        """A prefill rank was welcomed. A link to the same rank that we still had is lost."""
+        assert isinstance(hello, PeerHello)
+        rank, generation = hello.rank, hello.generation
+        old = self._peers.link_to(rank)
+        if old is not None:
+            self.on_link_lost(old)
+        self._peers.add(link, PrefillLink(rank, generation, now_us))
+        for sequence in list(self._epochs.values()):
+            if sequence.reserve.prefill_rank == rank and sequence.prefill_generation == generation:
+                sequence.link = link
+                self._move(sequence, DecodeEvent.LINK_UP)
+
+    def on_link_lost(self, link: int) -> None:
+        """The pair stream ended; whether the writer's process lives is unknown. Unknown links were replaced before."""
+        peer = self._peers.pop(link)
+        if peer is None:
+            return
+        why = f"decode rank {self.sizes.rank} lost its link to prefill rank {peer.rank}"
+        for sequence in list(self._epochs.values()):
+            if sequence.link == link:
+                self._move(sequence, DecodeEvent.LINK_LOST, code="rank_lost", why=why)
+        for sequence in [s for s in self._waiting if s.reserve.prefill_rank == peer.rank]:
+            self._move(sequence, DecodeEvent.LINK_LOST, code="rank_lost", why=why)
+
+    def on_peer(self, link: int, message: Message, blob: memoryview, now_us: int) -> None:
+        """A frame of a prefill rank. Raises RemoteProtocolError when the link must be dropped."""
+        peer = self._peers.find(link)
+        if peer is None:
+            return
+        peer.news_us = now_us
+        match message:
+            case PagesPushed():
+                sequence = self._find_epoch(peer, message.epoch, message.request)
+                bits = ((1 << message.count) - 1) << message.first if message.count <= sequence.prompt_pages else -1
+                if message.first + message.count > sequence.prompt_pages or bits & sequence.pushed_mask:
+                    raise RemoteProtocolError(
+                        f"epoch {message.epoch}: pages [{message.first}, +{message.count}) of "
+                        f"{sequence.prompt_pages} pushed twice or out of range"
+                    )
+                sequence.pushed_mask |= bits
+                self._move(sequence, DecodeEvent.PUSHED)
+            case PrefillCommitted():
+                self._on_commit(peer, message, now_us)
+            case EpochEnded():
+                if message.epoch >= self._next_epoch:
+                    raise RemoteProtocolError(f"epoch {message.epoch} ended, which was never granted")
+                if message.epoch in self._epochs:
+                    sequence = self._find_epoch(peer, message.epoch, message.request)
+                    why = f"prefill rank {peer.rank} ended epoch {message.epoch} before it committed"
+                    self._move(sequence, DecodeEvent.EPOCH_ENDED, code="transfer_failed", why=why)
+            case _:
+                raise RemoteProtocolError(f"prefill rank {peer.rank} sent {type(message).__name__}")
+
+    def fail_all(self, code: FailureCode, why: str) -> None:
+        """The rank gives up: every request that was not answered fails. Nothing may be called after this."""
+        for sequence in self.sequences.values():
+            if sequence.phase is not DecodePhase.QUARANTINED:
+                self._outbox.append(ToHead(build_failure(sequence.key, code, why)))
+
+    # ------------------------------------------------------------ steps
+
+    def settle(self, now_us: int) -> None:
+        """Grants pages to the requests that wait for them, in order, as far as they go. Call before planning."""
+        granted: list[Sequence] = []
+        for sequence in self._waiting:
+            link = self._peers.link_to(sequence.reserve.prefill_rank)
+            peer = self._peers.find(link) if link is not None else None
+            if link is None or peer is None:
+                continue
+            num_pages = self._num_pages(sequence)
+            if not self.arena.has_room(num_pages):
+                break
+            sequence.pages, sequence.slab = self.arena.allocate(num_pages)
+            sequence.link, sequence.prefill_generation = link, peer.generation
+            sequence.granted_us = now_us
+            granted.append(sequence)
+        for sequence in granted:
+            self._move(sequence, DecodeEvent.ROOM)
+
+    def plan(self, now_us: int) -> StepPlan | None:
+        """The next step, or None when no sequence can be moved on."""
+        return plan_step(self.schedule, self.sizes.step)
+
+    def apply(self, result: StepResult, now_us: int) -> None:
+        """What an awaited step means."""
+        self._step = result.step
+        applied = apply_result(self.schedule, result, self.sizes.step)
+        for sequence, token, reason in applied.tokens:
+            if sequence.handoff_us == 0:
+                sequence.handoff_us = max(1, sequence.timings.push_us + now_us - sequence.committed_us)
+            self._generated_tokens += 1
+            self._emitted.add(sequence.key, sequence.count - 1, token)
+            if reason is not None:
+                sequence.reason = reason
+                self._move(sequence, DecodeEvent.FINISH)
+        for sequence in applied.released:
+            self._release(sequence)
+
+    # ------------------------------------------------------------ what others ask
+
+    def take_outbox(self) -> list[Effect]:
+        """All effects since the last call, in order; new tokens go first, in one frame."""
+        outbox, self._outbox = self._outbox, []
+        frame = self._emitted.take(self._step)
+        if frame is not None:
+            outbox.insert(0, ToHead(*frame))
+        return outbox
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When to call `expire`, if ever."""
+        while self._deadlines and self._due_us(self._deadlines[0][2]) is None:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now_us: int) -> None:
+        """Fails what waited too long. What it was granted stays in quarantine."""
+        while self._deadlines and self._deadlines[0][0] <= now_us:
+            sequence = heapq.heappop(self._deadlines)[2]
+            due_us = self._due_us(sequence)
+            if due_us is None:
+                continue
+            if due_us > now_us:
+                heapq.heappush(self._deadlines, (due_us, next(self._serial), sequence))
+                continue
+            limit = f"{self.sizes.grant_us / 1e6:g} s, grant_s"
+            what = "no link to" if sequence.phase is DecodePhase.WAITING else "no news of a grant from"
+            why = f"decode rank {self.sizes.rank}: {what} prefill rank {sequence.reserve.prefill_rank} ({limit})"
+            self._move(sequence, DecodeEvent.OVERDUE, code="timeout", why=why)
+
+    @property
+    def is_drained(self) -> bool:
+        """Every request is answered and no step names memory; what is in quarantine ends with this process."""
+        answered = all(sequence.phase is DecodePhase.QUARANTINED for sequence in self.sequences.values())
+        return self.draining and answered and not self._held
+
+    def gauges(self) -> Gauges:
+        pages = self.arena.pages
+        granted, quarantined = pages.count(PageState.GRANTED), pages.count(PageState.QUARANTINED)
+        return Gauges(
+            running=len(self.schedule.running),
+            waiting=len(self._waiting),
+            pages_free=pages.num_free,
+            pages_owned=pages.total - pages.num_free - granted - quarantined,
+            pages_granted=granted,
+            pages_quarantined=quarantined,
+            pages_total=pages.total,
+            slabs_free=self.arena.slabs.num_free,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            pushed_bytes=0,
+            pushes=0,
+            pushes_inflight=0,
+        )
+
+    def check(self) -> None:
+        """Raises LocalProtocolError unless all memory is accounted for, in the states that phases ask for."""
+        self.arena.check(_holding(sequence) for sequence in [*self.sequences.values(), *self._held.values()])
+
+    # ------------------------------------------------------------ inside
+
+    def _num_pages(self, sequence: Sequence) -> int:
+        reserve = sequence.reserve
+        history = num_history(reserve.num_ids, reserve.generated, sequence.limit)
+        return count_pages(history, self.sizes.step.page_tokens)
+
+    def _on_reserve(self, message: ReservePages, now_us: int) -> None:
+        key = (message.request, message.attempt)
+        if key in self.sequences:
+            raise RemoteProtocolError(f"request {key}: ReservePages twice")
+        sizes = self.sizes
+        limit = completion_limit(
+            message.num_ids, message.generated, message.sampling.max_tokens, sizes.max_model_tokens
+        )
+        sequence = Sequence(key, message, limit, now_us, self._next_order, sampling=message.sampling)
+        self._next_order += 1
+        self.sequences[key] = sequence
+        refusal = find_misfit(message.num_ids, message.generated, message.sampling, sizes.max_model_tokens)
+        if self.draining:
+            refusal = "draining", f"rank {sizes.rank} is draining"
+        elif len(self._waiting) >= sizes.max_waiting:
+            refusal = "queue_full", f"requests waiting on rank {sizes.rank} (limit {sizes.max_waiting})"
+        elif refusal is None and self._num_pages(sequence) > sizes.num_pages:
+            need = num_history(message.num_ids, message.generated, limit)
+            refusal = "too_long", f"{need} tokens do not fit on rank {sizes.rank} ({sizes.num_pages} pages)"
+        if refusal is not None:
+            self._move(sequence, DecodeEvent.REFUSE, code=refusal[0], why=refusal[1])
+            return
+        self._move(sequence, DecodeEvent.RESERVE)
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.sort_key)
+        self._watch(sequence)
+
+    def _on_commit(self, peer: PrefillLink, message: PrefillCommitted, now_us: int) -> None:
+        sequence = self._find_epoch(peer, message.epoch, message.request)
+        pushed = sequence.pushed_mask.bit_count()
+        if (
+            message.num_ids != sequence.reserve.num_ids
+            or message.num_pages != sequence.prompt_pages
+            or pushed != sequence.prompt_pages
+            or message.first_token >= self.sizes.vocab_size
+        ):
+            why = (
+                f"prefill rank {peer.rank} committed {message.num_ids} ids and {message.num_pages} pages, token "
+                f"{message.first_token}; reserved {sequence.reserve.num_ids} and {sequence.prompt_pages}, "
+                f"{pushed} pages were pushed"
+            )
+            self._move(sequence, DecodeEvent.BAD_COMMIT, code="transfer_failed", why=why)
+            return
+        if sequence.phase is DecodePhase.GRANTED:
+            sequence.committed_us, sequence.timings = now_us, message.timings
+            sequence.pushed_bytes, sequence.num_pushes = message.pushed_bytes, message.pushes
+            sequence.post_us = message.post_us
+            sequence.next_token = message.first_token
+        self._move(sequence, DecodeEvent.COMMIT)
+
+    def _find_epoch(self, peer: PrefillLink, epoch: int, request: int) -> Sequence:
+        sequence = self._epochs.get(epoch)
+        if (
+            sequence is None
+            or sequence.key[0] != request
+            or sequence.reserve.prefill_rank != peer.rank
+            or sequence.prefill_generation != peer.generation
+        ):
+            raise RemoteProtocolError(f"epoch {epoch} of request {request} is not granted to prefill rank {peer.rank}")
+        return sequence
+
+    def _on_peer_down(self, message: PeerDown) -> None:
+        why = f"prefill rank {message.rank} died"
+        link = self._peers.bury(message.rank, message.generation)
+        if link is not None:
+            # Nothing that this process said may be read any more, so its link is forgotten before its epochs end.
+            self._peers.pop(link)
+        for sequence in list(self._epochs.values()):
+            if sequence.reserve.prefill_rank == message.rank and sequence.prefill_generation <= message.generation:
+                self._move(sequence, DecodeEvent.PEER_DOWN, code="rank_lost", why=why)
+        if self._peers.link_to(message.rank) is None:
+            for sequence in [s for s in self._waiting if s.reserve.prefill_rank == message.rank]:
+                self._move(sequence, DecodeEvent.PEER_DOWN, code="rank_lost", why=why)
+
+    def _due_us(self, sequence: Sequence) -> int | None:
+        """When a sequence has waited too long; None when nothing it waits for has a deadline."""
+        if sequence.phase is DecodePhase.WAITING and self._peers.link_to(sequence.reserve.prefill_rank) is None:
+            return sequence.arrived_us + self.sizes.grant_us
+        peer = self._peers.find(sequence.link)
+        if sequence.phase is DecodePhase.GRANTED and not sequence.pushed_mask and peer is not None:
+            # News of any push counts: a prefill rank serves in order, so work on others is progress for this one.
+            return max(sequence.granted_us, peer.news_us) + self.sizes.grant_us
+        return None
+
+    def _watch(self, sequence: Sequence) -> None:
+        due_us = self._due_us(sequence)
+        if due_us is not None:
+            heapq.heappush(self._deadlines, (due_us, next(self._serial), sequence))
+
+    def _move(
+        self, sequence: Sequence, event: DecodeEvent, *, code: FailureCode = "transfer_failed", why: str = ""
+    ) -> None:
+        before = sequence.phase
+        transition = advance(DECODE, before, event, f"request {sequence.key}")
+        after = sequence.phase = transition.phase
+        if before is not after:
+            if before is DecodePhase.WAITING:
+                self._waiting.remove(sequence)
+            elif before is DecodePhase.RUNNING:
+                del self.schedule.running[sequence.key]
+            elif before is not DecodePhase.NEW and after is not DecodePhase.QUARANTINED:
+                del self._epochs[sequence.epoch]
+            if after is DecodePhase.CLOSED:
+                del self.sequences[sequence.key]
+        for action in transition.actions:
+            match action:
+                case Action.FAIL:
+                    self._outbox.append(ToHead(build_failure(sequence.key, code, why)))
+                case Action.ACK:
+                    self._outbox.append(ToHead(RequestAborted(*sequence.key)))
+                case Action.GRANT:
+                    self._grant(sequence)
+                case Action.COUNT:
+                    pass  # the mask was checked and set with the message
+                case Action.RUN:
+                    self._run(sequence)
+                case Action.QUARANTINE:
+                    self._quarantine(sequence)
+                case Action.REVOKE:
+                    self._outbox.append(ToPeer(sequence.link, GrantRevoked(sequence.key[0], sequence.epoch)))
+                case Action.FINISH:
+                    self._finish(sequence)
+                case Action.FREE:
+                    self._free(sequence, before)
+                case _:
+                    raise LocalProtocolError(f"{action.name} is not an action of {event.value}")
+
+    def _grant(self, sequence: Sequence) -> None:
+        sequence.epoch = self._next_epoch
+        self._next_epoch += 1
+        self._epochs[sequence.epoch] = sequence
+        sequence.prompt_pages = count_pages(sequence.reserve.num_ids, self.sizes.step.page_tokens)
+        granted = sequence.pages[: sequence.prompt_pages]
+        self.arena.grant(granted, sequence.slab)
+        word = PagesGranted(*sequence.key, epoch=sequence.epoch, slab=sequence.slab, num_pages=len(granted))
+        self._outbox.append(ToPeer(sequence.link, word, array("i", granted).tobytes()))
+        self._watch(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        self.arena.adopt(sequence.pages[: sequence.prompt_pages], sequence.slab)
+        reserve = sequence.reserve
+        self._prompt_tokens += reserve.num_ids
+        sequence.count = sequence.planned = reserve.generated + 1
+        self.schedule.running[sequence.key] = sequence
+        token = sequence.next_token
+        self._generated_tokens += 1
+        self._emitted.add(sequence.key, sequence.count - 1, token)
+        sequence.reason = judge_token(token, sequence.count, sequence.limit, reserve.sampling, self.sizes.step.eos_ids)
+        if sequence.reason is not None:
+            self._move(sequence, DecodeEvent.FINISH)
+
+    def _finish(self, sequence: Sequence) -> None:
+        assert sequence.reason is not None
+        reserve, spent = sequence.reserve, sequence.timings
+        word = RequestFinished(
+            *sequence.key,
+            reason=sequence.reason,
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=sequence.count,
+            cached_tokens=0,
+            prefill_rank=reserve.prefill_rank,
+            decode_rank=self.sizes.rank,
+            pushed_bytes=sequence.pushed_bytes,
+            pushes=sequence.num_pushes,
+            post_us=sequence.post_us,
+            timings=Timings(spent.queue_us, spent.prefill_us, spent.push_us, sequence.handoff_us),
+        )
+        self._outbox.append(ToHead(word))
+
+    def _quarantine(self, sequence: Sequence) -> None:
+        granted, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
+        self.arena.quarantine(granted, sequence.slab)
+        self.arena.pages.free(rest, PageState.OWNED)
+        sequence.pages = granted
+
+    def _free(self, sequence: Sequence, before: DecodePhase) -> None:
+        """Gives back all memory of a closed request; what submitted steps name, only after the last of them."""
+        match before:
+            case DecodePhase.RUNNING:
+                self.arena.hold(sequence.pages, sequence.slab)
+                self._held[sequence.key] = sequence
+                if sequence.steps == 0:
+                    self._release(sequence)
+            case DecodePhase.GRANTED:
+                self.arena.free(sequence.pages[: sequence.prompt_pages], sequence.slab, PageState.GRANTED)
+                self.arena.pages.free(sequence.pages[sequence.prompt_pages :], PageState.OWNED)
+            case DecodePhase.QUARANTINED:
+                self.arena.free(sequence.pages, sequence.slab, PageState.QUARANTINED)
+            case _:
+                raise LocalProtocolError(f"request {sequence.key}: nothing to free in state {before.value}")
+
+    def _release(self, sequence: Sequence) -> None:
+        del self._held[sequence.key]
+        self.arena.free(sequence.pages, sequence.slab, PageState.IN_FLIGHT)
+
+
+def _holding(sequence: Sequence) -> Holding:
+    prompt, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
+    state = {
+        DecodePhase.WAITING: PageState.FREE,
+        DecodePhase.GRANTED: PageState.GRANTED,
+        DecodePhase.QUARANTINED: PageState.QUARANTINED,
+        DecodePhase.RUNNING: PageState.OWNED,
+        DecodePhase.CLOSED: PageState.IN_FLIGHT,
+    }[sequence.phase]
+    rest_state = PageState.OWNED if sequence.phase is DecodePhase.GRANTED else state
+    return prompt, sequence.slab, state, rest, rest_state

@@ -1,0 +1,191 @@
+"""Prompt and Sequence: a request as each side of the hand-off sees it, and the rule that says when it ends.
+
+Both are rows of a table, changed by nobody but the step actor: a Prompt on the prefill rank, a Sequence on the decode
+rank. Positions count from the first id of the prompt; a completion index counts from the first token that the request
+ever produced, so a later attempt starts at `generated`, not at 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from engine.core.handoff import DecodePhase, PrefillPhase
+from transport.messages import (
+    FailureCode,
+    FinishReason,
+    PagesGranted,
+    RequestFailed,
+    ReservePages,
+    Sampling,
+    StartPrefill,
+    Timings,
+)
+
+RequestKey = tuple[int, int]
+"""(request, attempt): unique in the cluster."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt on its prefill rank, from the first word of it until its memory is free again.
+
+    `start` or `grant` is None until that message came; either may be first, they travel on different links.
+
+    Attributes:
+        planned, computed: ids in submitted and in awaited steps.
+        pushed: pages handed to a push; arrived: pages whose push is over.
+        steps, pushes: submitted steps and running transfers that name its memory.
+    """
+
+    key: RequestKey
+    decode_rank: int
+    phase: PrefillPhase = PrefillPhase.NEW
+    start: StartPrefill | None = None
+    grant: PagesGranted | None = None
+    link: int = 0
+    decode_generation: int = 0
+    remote_pages: tuple[int, ...] = ()
+    ids: memoryview = dataclasses.field(default_factory=lambda: memoryview(b""))
+    pages: tuple[int, ...] = ()
+    slab: int = -1
+    planned: int = 0
+    computed: int = 0
+    pushed: int = 0
+    arrived: int = 0
+    steps: int = 0
+    pushes: int = 0
+    first_token: int = -1
+    pushed_bytes: int = 0
+    num_pushes: int = 0
+    post_us: int = 0
+    started_us: int = 0
+    submitted_us: int = 0
+    computed_us: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids) // 4
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing that was started still reads or writes its memory."""
+        return self.steps == 0 and self.pushes == 0
+
+    def timings(self, now_us: int) -> Timings:
+        queued_us = self.start.queued_us if self.start else 0
+        return Timings(
+            queue_us=queued_us + self.submitted_us - self.started_us,
+            prefill_us=self.computed_us - self.submitted_us,
+            push_us=now_us - self.computed_us,
+        )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its decode rank, from the reservation until its memory is free again.
+
+    Attributes:
+        limit: completion tokens at which it ends with `length`, those of earlier attempts included.
+        count: completion tokens known to the host, those of earlier attempts included.
+        planned: completion tokens that submitted steps will have produced.
+        steps: submitted steps that name its memory.
+        pushed_mask: bit p is set once page p of the prompt was written.
+        next_token: the last token, where no submitted step has yet to produce a later one.
+    """
+
+    key: RequestKey
+    reserve: ReservePages
+    limit: int
+    arrived_us: int
+    order: int
+    phase: DecodePhase = DecodePhase.NEW
+    link: int = 0
+    prefill_generation: int = 0
+    epoch: int = 0
+    granted_us: int = 0
+    prompt_pages: int = 0
+    pages: tuple[int, ...] = ()
+    slab: int = -1
+    pushed_mask: int = 0
+    count: int = 0
+    planned: int = 0
+    steps: int = 0
+    next_token: int = -1
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    reason: FinishReason | None = None
+    committed_us: int = 0
+    handoff_us: int = 0
+    pushed_bytes: int = 0
+    num_pushes: int = 0
+    post_us: int = 0
+    timings: Timings = dataclasses.field(default_factory=Timings)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Ids the client sent as prompt; the rest of `num_ids` are tokens of earlier attempts."""
+        return self.reserve.num_ids - self.reserve.generated
+
+    @property
+    def next_position(self) -> int:
+        """Position of the input token of the next step to plan."""
+        return self.prompt_tokens + self.planned - 1
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        return (self.reserve.priority, self.order)
+
+
+def completion_limit(num_ids: int, generated: int, max_tokens: int, max_model_tokens: int) -> int:
+    """Completion tokens a request may have in all; not above `generated` when nothing is left to produce."""
+    return min(max_tokens, max_model_tokens - (num_ids - generated))
+
+
+def num_history(num_ids: int, generated: int, limit: int) -> int:
+    """Positions whose KV is ever stored: all of prompt and completion but the last token, which nobody reads."""
+    return num_ids + max(limit - generated, 1) - 1
+
+
+def count_pages(num_tokens: int, page_tokens: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_tokens)
+
+
+def sampling_at(sampling: Sampling, index: int) -> Sampling:
+    """How to draw the completion token `index`: `min_tokens` is kept while ends are forbidden, else 0 (see plan.py)."""
+    if sampling.min_tokens == 0 or index < sampling.min_tokens:
+        return sampling
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_ids=sampling.stop_ids,
+    )
+
+
+def judge_token(token: int, count: int, limit: int, sampling: Sampling, eos_ids: Container[int]) -> FinishReason | None:
+    """Whether a completion ends with `token` as its `count`-th token (the first is 1)."""
+    ends = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
+    if ends and count > sampling.min_tokens:
+        return "stop"
+    return "length" if count >= limit else None
+
+
+def build_failure(key: RequestKey, code: FailureCode, why: str) -> RequestFailed:
+    """RequestFailed as a rank sends it: always definite, since it emits nothing of a request that it gave up."""
+    retryable = code not in ("bad_request", "too_long", "cancelled")
+    return RequestFailed(*key, code=code, message=why, definite=True, retryable=retryable)
+
+
+def find_misfit(
+    num_ids: int, generated: int, sampling: Sampling, max_model_tokens: int
+) -> tuple[FailureCode, str] | None:
+    """Why a request of these lengths can not be served by any rank, or None."""
+    if num_ids == 0 or generated >= num_ids:
+        return "bad_request", f"{num_ids} ids, {generated} of them generated"
+    if completion_limit(num_ids, generated, sampling.max_tokens, max_model_tokens) <= generated:
+        return "too_long", f"{num_ids} ids leave no room for a token (limit {max_model_tokens})"
+    return None

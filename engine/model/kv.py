@@ -1,0 +1,322 @@
+"""KvLayout and Arena: where every byte of a sequence's state lives.
+
+A page holds `page_tokens` tokens of every compressed family (main entries and index keys of each KV source layer), one
+plane after the other, contiguous across layers: one page is one transfer descriptor. A state slab holds what does not
+grow: the window ring of every layer and drafter stage, the rings of raw compressor rows, the trailing token ids and the
+token that was sampled last. Everything in a slab is addressed by position (`position % ring`), and rings have room for
+`SPARE_ROWS` positions beyond what attention reads, so a rejected draft is overwritten and never rolled back, and a step
+that is run again writes the same bytes.
+
+The arena is one allocation: the run of pages, the run of slabs, then a private tail that no peer sees (a row of zeros
+that masked reads are sent to, and the staging rows of a prefill chunk). It is read and written as a table of equally
+wide rows, so offsets of all parts are multiples of their row's bytes, and every plane is a multiple of 128 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.model.shapes import ModelShape
+from transport.fabric import BlockRun
+
+FORMAT_VERSION = 1
+"""Raised when the meaning of bytes in a page or slab changes."""
+
+PLANE_ALIGN = 128
+SPARE_ROWS = 8
+"""Positions a step may write beyond the last accepted one: the input row and 7 drafts."""
+ID_RING = 16
+"""Trailing token ids kept per sequence: the n-gram look-back (3) and SPARE_ROWS, as a power of two."""
+POISON = 0xFF
+"""A byte that reads as NaN in float32 and bfloat16 and as -1 in int32."""
+
+KvDtype = Literal["float32", "bfloat16"]
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """One family of one source layer inside every page.
+
+    Entries lie one after the other, [rows, head_dim]: single ones are gathered. Index keys lie channel by channel,
+    [index_dim, rows]: a page of them is always read whole, as the right side of a product, and that is the order a
+    product reads fastest (measured 2 to 3 times, on a CPU).
+
+    Attributes:
+        layer: the layer that writes it.
+        kind: `entry` (key and value of the attention) or `key` (index key).
+        ratio: tokens per row.
+        rows: rows in a page.
+        row_bytes: bytes of a row.
+        offset: bytes from the page's start.
+    """
+
+    layer: int
+    kind: Literal["entry", "key"]
+    ratio: int
+    rows: int
+    row_bytes: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """The ring of raw compressor rows (latent, then gate; float32) of one source layer inside every slab.
+
+    Attributes:
+        layer: the layer that writes it.
+        ratio: tokens per entry, at least 2.
+        ring: positions kept.
+        width: float32 numbers in a row.
+        offset: bytes from the slab's start.
+    """
+
+    layer: int
+    ratio: int
+    ring: int
+    width: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLayout:
+    """Byte layout of pages and slabs. Two devices exchange state only where `digest` agrees.
+
+    Attributes:
+        page_tokens: tokens in a page.
+        dtype: number format of entries, keys and window rows.
+        planes: parts of a page, in order.
+        page_bytes: size of a page.
+        ring: positions kept in a window ring.
+        window_layers: window rings in a slab: the target's layers, then the drafter's stages.
+        window_row_bytes: bytes of a window row; an entry has the same.
+        pools: compressor rings in a slab.
+        ids_offset: bytes from the slab's start to int32[ID_RING], the trailing ids.
+        sampled_offset: bytes to int32[1], the token this slab sampled last.
+        slab_bytes: size of a slab.
+        digest: hex digest over all of it and over the layer roles.
+    """
+
+    page_tokens: int
+    dtype: KvDtype
+    planes: tuple[Plane, ...]
+    page_bytes: int
+    ring: int
+    window_layers: int
+    window_row_bytes: int
+    pools: tuple[Pool, ...]
+    ids_offset: int
+    sampled_offset: int
+    slab_bytes: int
+    digest: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Torch's name of `dtype`."""
+        return _DTYPES[self.dtype]
+
+
+def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32") -> KvLayout:
+    """Lay out the state of one model.
+
+    Args:
+        shape: the model.
+        page_tokens: tokens in a page.
+        dtype: number format of entries, keys and window rows; compressor rows are always float32.
+
+    Raises:
+        ConfigError: `page_tokens` is not a multiple of every compression ratio.
+    """
+    item = _DTYPES[dtype].itemsize
+    entry_bytes, key_bytes = shape.head_dim * item, shape.index_dim * item
+    pool_width = 2 * shape.head_dim
+    unit = math.lcm(PLANE_ALIGN, entry_bytes, key_bytes, pool_width * 4)
+    planes: list[Plane] = []
+    offset = 0
+    for kind, row_bytes in (("entry", entry_bytes), ("key", key_bytes)):
+        for layer in shape.kv_sources:
+            ratio = shape.layer_roles[layer].ratio
+            if page_tokens % ratio or page_tokens < ratio:
+                raise ConfigError(f"page_tokens must be a multiple of {ratio} (layer {layer}), found {page_tokens}")
+            rows = page_tokens // ratio
+            offset = _align(offset, math.lcm(PLANE_ALIGN, row_bytes))
+            planes.append(Plane(layer, "entry" if kind == "entry" else "key", ratio, rows, row_bytes, offset))
+            offset += rows * row_bytes
+    page_bytes = _align(max(offset, 1), unit)
+
+    ring = shape.window + SPARE_ROWS
+    window_layers = shape.num_layers + (shape.drafter.num_stages if shape.drafter else 0)
+    offset = window_layers * ring * entry_bytes
+    pools: list[Pool] = []
+    for layer in shape.kv_sources:
+        ratio = shape.layer_roles[layer].ratio
+        if ratio == 1:
+            continue
+        offset = _align(offset, math.lcm(PLANE_ALIGN, pool_width * 4))
+        pool_ring = _align(ratio + SPARE_ROWS, ratio)
+        pools.append(Pool(layer, ratio, pool_ring, pool_width, offset))
+        offset += pool_ring * pool_width * 4
+    ids_offset = _align(offset, PLANE_ALIGN)
+    sampled_offset = ids_offset + ID_RING * 4
+    slab_bytes = _align(sampled_offset + 4, unit)
+
+    described = {
+        "format": FORMAT_VERSION,
+        "keys": "by channel",
+        "architecture": shape.architecture,
+        "dtype": dtype,
+        "page_tokens": page_tokens,
+        "page_bytes": page_bytes,
+        "slab_bytes": slab_bytes,
+        "window": shape.window,
+        "ring": ring,
+        "ids": [ids_offset, ID_RING, sampled_offset],
+        "planes": [dataclasses.astuple(plane) for plane in planes],
+        "pools": [dataclasses.astuple(pool) for pool in pools],
+        "roles": [dataclasses.astuple(role) for role in shape.layer_roles],
+        "widths": [shape.vocab_size, shape.hidden, shape.head_dim, shape.rope_dim, shape.index_dim],
+        "drafter": dataclasses.astuple(shape.drafter) if shape.drafter else None,
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return KvLayout(
+        page_tokens=page_tokens,
+        dtype=dtype,
+        planes=tuple(planes),
+        page_bytes=page_bytes,
+        ring=ring,
+        window_layers=window_layers,
+        window_row_bytes=entry_bytes,
+        pools=tuple(pools),
+        ids_offset=ids_offset,
+        sampled_offset=sampled_offset,
+        slab_bytes=slab_bytes,
+        digest=digest,
+    )
+
+
+def _align(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Arena:
+    """The memory of pages and slabs, with the tables of rows through which it is read and written.
+
+    A row number counts rows of one width from the arena's start, so one gather reaches window rings, pages, staging
+    rows and the row of zeros alike.
+
+    Attributes:
+        layout: the byte layout.
+        num_pages, num_slabs: sizes of the two runs.
+        staging_rows: rows of the prefill staging area.
+        rows: dtype[*, head_dim], entries and window rows.
+        flat: dtype[*], the same memory number by number, for index keys.
+        raw: float32[*, 2 * head_dim], compressor rows.
+        ints: int32[*], ids.
+        zero_row: number in `rows` of a row that is always zero.
+        staging_row: number in `rows` of the first staging row.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_pages: int, num_slabs: int, staging_rows: int, *, poison: bool = False
+    ) -> None:
+        """Allocates on the CPU.
+
+        Args:
+            layout: the byte layout.
+            num_pages, num_slabs: sizes of the two runs.
+            staging_rows: rows that a prefill chunk may stage, its window look-back included.
+            poison: fill pages and slabs with NaN, so that a read of something never written shows.
+        """
+        self.layout = layout
+        self.num_pages = num_pages
+        self.num_slabs = num_slabs
+        self.staging_rows = staging_rows
+        unit = math.gcd(layout.page_bytes, layout.slab_bytes)
+        self._slabs_at = num_pages * layout.page_bytes
+        tail_at = self._slabs_at + num_slabs * layout.slab_bytes
+        staging_at = _align(tail_at + layout.page_bytes, layout.window_row_bytes)
+        size = _align(staging_at + staging_rows * layout.window_row_bytes, unit)
+        # Transfers and wide loads want the runs on a page boundary of the machine.
+        buffer = torch.empty(size + 4096, dtype=torch.uint8)
+        skip = -buffer.data_ptr() % 4096
+        self._bytes = buffer[skip : skip + size]
+        self._shared_bytes = tail_at
+        self._bytes.zero_()
+        if poison:
+            self.poison()
+        self.rows = self._table(layout.torch_dtype, layout.window_row_bytes)
+        self.flat = self._bytes.view(layout.torch_dtype)
+        self.raw = self._table(torch.float32, layout.pools[0].width * 4 if layout.pools else 4)
+        self.ints = self._bytes.view(torch.int32)
+        self.zero_row = tail_at // layout.window_row_bytes
+        self.staging_row = staging_at // layout.window_row_bytes
+
+    def poison(self) -> None:
+        """Fill pages and slabs with NaN (and -1 in ids)."""
+        self._bytes[: self._shared_bytes].fill_(POISON)
+
+    def _table(self, dtype: torch.dtype, row_bytes: int) -> Tensor:
+        width = row_bytes // dtype.itemsize
+        usable = len(self._bytes) // row_bytes * row_bytes
+        return self._bytes[:usable].view(dtype).view(-1, width)
+
+    def entry_row(self, plane: Plane) -> tuple[int, int]:
+        """(first, stride): rows `first + page_id * stride` and following of `rows` hold the plane of a page."""
+        return plane.offset // plane.row_bytes, self.layout.page_bytes // plane.row_bytes
+
+    def key_cell(self, plane: Plane) -> tuple[int, int]:
+        """(first, stride): `flat[first + page_id * stride + channel * plane.rows + row]` belongs to an index key."""
+        item = self.flat.element_size()
+        return plane.offset // item, self.layout.page_bytes // item
+
+    def read_keys(self, plane: Plane, page_ids: Tensor) -> Tensor:
+        """Copy the index keys of int64[pages]: dtype[pages, index_dim, rows]."""
+        first, stride = self.key_cell(plane)
+        size = plane.rows * plane.row_bytes // self.flat.element_size()
+        pages = self.flat[first:].as_strided((self.num_pages, size), (stride, 1))
+        return pages.index_select(0, page_ids).view(len(page_ids), -1, plane.rows)
+
+    def window_row(self, layer: int) -> tuple[int, int]:
+        """(first, stride): row `first + slab * stride + position % ring` of `rows` is a window row of the layer."""
+        row_bytes = self.layout.window_row_bytes
+        return self._slabs_at // row_bytes + layer * self.layout.ring, self.layout.slab_bytes // row_bytes
+
+    def pool_row(self, pool: Pool) -> tuple[int, int]:
+        """(first, stride): row `first + slab * stride + position % pool.ring` of `raw` is a compressor row."""
+        row_bytes = pool.width * 4
+        return (self._slabs_at + pool.offset) // row_bytes, self.layout.slab_bytes // row_bytes
+
+    def id_cell(self) -> tuple[int, int]:
+        """(first, stride): cell `first + slab * stride + position % ID_RING` of `ints` is a trailing id."""
+        return (self._slabs_at + self.layout.ids_offset) // 4, self.layout.slab_bytes // 4
+
+    def sampled_cell(self) -> tuple[int, int]:
+        """(first, stride): cell `first + slab * stride` of `ints` is the token that the slab sampled last."""
+        return (self._slabs_at + self.layout.sampled_offset) // 4, self.layout.slab_bytes // 4
+
+    def page_bytes_of(self, page_id: int) -> Tensor:
+        """uint8[page_bytes], a view of one page."""
+        start = page_id * self.layout.page_bytes
+        return self._bytes[start : start + self.layout.page_bytes]
+
+    def slab_bytes_of(self, slab: int) -> Tensor:
+        """uint8[slab_bytes], a view of one slab."""
+        start = self._slabs_at + slab * self.layout.slab_bytes
+        return self._bytes[start : start + self.layout.slab_bytes]
+
+    def block_runs(self) -> tuple[BlockRun, BlockRun]:
+        """The run of pages, then the run of slabs. The memory lives as long as this object."""
+        address = self._bytes.data_ptr()
+        layout = self.layout
+        return (
+            BlockRun(address, layout.page_bytes, self.num_pages),
+            BlockRun(address + self._slabs_at, layout.slab_bytes, self.num_slabs),
+        )

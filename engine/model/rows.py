@@ -1,0 +1,217 @@
+"""RowBatch: the host-side arithmetic of one pass, from positions and page tables to row numbers in the arena.
+
+A pass computes a rectangle of rows: `sequences` x `span` consecutive positions. A decode step is n x 1, a verify step
+n x (k + 1), a prefill chunk 1 x tokens. Rows are numbered sequence by sequence. Everything here is integer arithmetic
+on numpy, done once per pass and shared by all layers; `StepTables` turns it into the tensors that layers index with.
+
+Two ways to see the window: up to SPARE_ROWS positions at a time, rows go into the rings first and are read back from
+there ("ringed"); a longer span would overwrite ring rows that its own first rows still need, so it is laid out behind
+its look-back in the arena's staging rows, and only its last rows go to the rings ("staged"). Both read the same numbers
+in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.model.kv import ID_RING, SPARE_ROWS, Arena, Plane, Pool
+from engine.model.tiles import padded
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBatch:
+    """One rectangle of rows.
+
+    Attributes:
+        slabs: int64[sequences].
+        starts: int64[sequences], position of each sequence's first row.
+        tokens: int64[sequences, span].
+        tables: int64[sequences, pages], page ids in order; padded with any valid page id where shorter.
+    """
+
+    slabs: Ints
+    starts: Ints
+    tokens: Ints
+    tables: Ints
+
+    @property
+    def sequences(self) -> int:
+        return len(self.slabs)
+
+    @property
+    def span(self) -> int:
+        return int(self.tokens.shape[1])
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.span
+
+
+class Closing:
+    """The entries of one ratio that rows of a pass close.
+
+    Attributes:
+        rows: int64[closing], numbers of the closing rows.
+        first: int64[closing], position of each entry's first token.
+    """
+
+    def __init__(self, positions: Ints, tables: Ints, ratio: int, page_tokens: int) -> None:
+        flat = positions.ravel()
+        self.rows: Ints = np.nonzero((flat + 1) % ratio == 0)[0]
+        last = flat[self.rows]
+        entry = last // ratio
+        self.first: Ints = entry * ratio
+        per_page = page_tokens // ratio
+        sequence = self.rows // positions.shape[1]
+        self._page: Ints = tables[sequence, entry // per_page]
+        self._within: Ints = entry % per_page
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def entry_places(self, arena: Arena, plane: Plane) -> Tensor:
+        """int64[closing], row numbers of the entries."""
+        first, stride = arena.entry_row(plane)
+        return torch.from_numpy(first + self._page * stride + self._within)
+
+    def key_places(self, arena: Arena, plane: Plane, width: int) -> Tensor:
+        """int64[closing, width], cells of the index keys."""
+        first, stride = arena.key_cell(plane)
+        keys = first + self._page * stride + self._within
+        return torch.from_numpy(keys[:, None] + np.arange(width) * plane.rows)
+
+
+class StepTables:
+    """Row numbers of one pass.
+
+    Attributes:
+        batch: the rectangle.
+        positions: int64[sequences, span].
+        flat_positions: int64[rows padded to tiles]; padding rows stand at position 0.
+        staged: whether the window goes through the staging rows.
+        visible: per ratio, int64[rows, 1] entries that each row sees.
+        closing: per ratio, the entries that rows close.
+        window_bias: float32[rows, window], 0 where the window row exists, else -inf.
+    """
+
+    def __init__(self, arena: Arena, window: int, ratios: tuple[int, ...], batch: RowBatch, floor: int = 0) -> None:
+        """Does the arithmetic.
+
+        Args:
+            arena: where rows are.
+            window: tokens a row sees, itself included.
+            ratios: compression ratios of the model.
+            batch: the rectangle.
+            floor: lowest position that has window rows; above 0 in a bounded replay, which starts with none.
+        """
+        self.batch = batch
+        self._arena = arena
+        self._window = window
+        layout = arena.layout
+        span = batch.span
+        self.positions: Ints = batch.starts[:, None] + np.arange(span)
+        flat = self.positions.ravel()
+        self.flat_positions = np.zeros(padded(len(flat)), np.int64)
+        self.flat_positions[: len(flat)] = flat
+        self.staged = span > SPARE_ROWS
+        self.visible = {ratio: torch.from_numpy((flat[:, None] + 1) // ratio) for ratio in ratios}
+        self.max_visible = {ratio: int(flat.max() + 1) // ratio for ratio in ratios}
+        self.closing = {ratio: Closing(self.positions, batch.tables, ratio, layout.page_tokens) for ratio in ratios}
+
+        seen = flat[:, None] + np.arange(1 - window, 1)
+        self.window_bias = torch.from_numpy(np.where(seen >= floor, np.float32(0), np.float32(-np.inf)))
+        _, slab_stride = arena.window_row(0)
+        ring = layout.ring
+        base = np.repeat(batch.slabs * slab_stride, span)
+        if self.staged:
+            past = np.arange(1 - window, 0) + batch.starts[0]
+            self._past_valid = past >= floor
+            self._past = batch.slabs[0] * slab_stride + past % ring
+            kept = min(span, ring)
+            self._kept = kept
+            self._ring_write = base[-kept:] + flat[-kept:] % ring
+            reads = arena.staging_row + np.arange(len(flat))[:, None] + np.arange(window)
+            self._staging_read = torch.from_numpy(reads)
+        else:
+            self._kept = len(flat)
+            self._ring_write = base + flat % ring
+            firsts = np.array([arena.window_row(layer)[0] for layer in range(layout.window_layers)])
+            reads = np.where(seen >= floor, base[:, None] + seen % ring + firsts[:, None, None], arena.zero_row)
+            self._ring_read = torch.from_numpy(reads)
+
+    def window_reads(self, layer: int, out: Tensor) -> None:
+        """Write int64[rows, window] row numbers, oldest first, into `out`. In a staged pass they are every layer's."""
+        out.copy_(self._staging_read if self.staged else self._ring_read[layer])
+
+    def write_window(self, layer: int, window_kv: Tensor) -> None:
+        """Store float[rows, head_dim] window rows; in a staged pass lay out the staging rows as well."""
+        first, _ = self._arena.window_row(layer)
+        table = self._arena.rows
+        window_kv = window_kv.to(table.dtype)
+        if self.staged:
+            past = np.where(self._past_valid, first + self._past, self._arena.zero_row)
+            staging = table[self._arena.staging_row :]
+            staging[: len(past)] = table.index_select(0, torch.from_numpy(past))
+            staging[len(past) : len(past) + len(window_kv)] = window_kv
+            window_kv = window_kv[-self._kept :]
+        table.index_copy_(0, torch.from_numpy(first + self._ring_write), window_kv)
+
+    def pool_rows(self, pool: Pool, raw: Tensor) -> Tensor:
+        """Store raw compressor rows and return those of every entry that is closed.
+
+        Args:
+            pool: the ring.
+            raw: float32[rows, width].
+
+        Returns:
+            float32[closing, ratio, width], each entry's rows, oldest first.
+        """
+        arena, batch, ratio = self._arena, self.batch, pool.ratio
+        first, stride = arena.pool_row(pool)
+        flat = self.positions.ravel()
+        slot = first + np.repeat(batch.slabs * stride, batch.span)
+        closing = self.closing[ratio].rows
+        back = np.arange(1 - ratio, 1)
+        if not self.staged:
+            arena.raw.index_copy_(0, torch.from_numpy(slot + flat % pool.ring), raw)
+            reads = slot[closing, None] + (flat[closing, None] + back) % pool.ring
+            return arena.raw.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
+        past = flat[0] + np.arange(1 - ratio, 0)
+        # An entry never reaches before position 0, so what a clamped read returns is not used.
+        before = arena.raw.index_select(0, torch.from_numpy(slot[0] + np.maximum(past, 0) % pool.ring))
+        joined = torch.cat((before, raw))
+        reads = closing[:, None] + np.arange(ratio)
+        kept = min(len(flat), pool.ring)
+        places = slot[-kept:] + flat[-kept:] % pool.ring
+        arena.raw.index_copy_(0, torch.from_numpy(places), raw[-kept:])
+        return joined.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
+
+    def entry_rows(self, plane: Plane) -> Tensor:
+        """int64[sequences, pages], the row number of the plane's first entry in every page of the tables."""
+        first, stride = self._arena.entry_row(plane)
+        return torch.from_numpy(first + self.batch.tables * stride)
+
+
+def load_ids(arena: Arena, slabs: Ints, starts: Ints, history: int) -> Ints:
+    """The ids just before each sequence's first row: int64[sequences, history], -1 where there is none."""
+    first, stride = arena.id_cell()
+    past = starts[:, None] + np.arange(-history, 0)
+    cells = first + slabs[:, None] * stride + past % ID_RING
+    ids = arena.ints.numpy()[cells].astype(np.int64)
+    return np.where(past >= 0, ids, -1)
+
+
+def store_ids(arena: Arena, batch: RowBatch) -> None:
+    """Keep each sequence's trailing ids for later passes."""
+    first, stride = arena.id_cell()
+    kept = min(batch.span, ID_RING)
+    positions = batch.starts[:, None] + np.arange(batch.span - kept, batch.span)
+    cells = first + batch.slabs[:, None] * stride + positions % ID_RING
+    arena.ints.numpy()[cells] = batch.tokens[:, -kept:]

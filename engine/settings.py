@@ -1,0 +1,317 @@
+"""Where configuration values come from: flag > --set > ENGINE_ variable > file > default, each with its origin.
+
+Owns the precedence, the search for the line of a key, and the one list of all problems. Does not own the keys (`keys`)
+nor what the values mean once they are valid (`config`).
+
+Every key can be set everywhere: `limits.link_stall_s` is one value in the file (`[limits]` `link_stall_s = "10s"`), on
+the command line (`--set limits.link_stall_s=10s`) and in the environment (`ENGINE_LIMITS__LINK_STALL_S=10s`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.config import NANO, ClusterConfig, Limits, PoolConfig, parse_ranks, plan_num_pages, read_model_facts
+from engine.errors import ConfigError
+from engine.keys import KEYS, NAME_TO_KEY, VARIABLE_TO_NAME, parse_value
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a unix socket on Linux, without the closing zero."""
+LONGEST_SOCKET = "/rank-4095-999999.sock"
+"""Longest name in the runtime directory: a rank's socket after very many lives."""
+PATH_CHARACTERS = 256
+"""Of a model's path: it travels in messages as a `transport.messages.Name`."""
+
+_KUBERNETES = re.compile(r"ENGINE_(SERVICE_.*|PORT(_.*)?)")
+"""What Kubernetes puts into every pod beside a Service called `engine`; not meant for us."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, and for every key where its value came from."""
+
+    config: ClusterConfig
+    origins: Mapping[str, str]
+
+
+class ConfigProblems(ConfigError):
+    """Everything that is wrong with a configuration, in one go."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        title = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"{title} in the configuration:\n" + "\n".join(f"  {problem}" for problem in self.problems))
+
+
+def default_runtime_directory(environ: Mapping[str, str]) -> str:
+    """Where head and clients of one user meet when nobody names a place."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    return os.path.join(runtime, "engine") if os.path.isdir(runtime) else f"/tmp/engine-{os.getuid()}"
+
+
+def peek_setting(name: str, flag: str | None, config_file: str | None, environ: Mapping[str, str]) -> Any:
+    """One key by the usual precedence, for commands that need nothing else; None if no source says anything.
+
+    Raises:
+        ConfigProblems: a source has a problem, whichever key it is about.
+    """
+    sources = _Sources()
+    sources.read_flags({name: flag} if flag is not None else {})
+    sources.read_environment(environ)
+    if config_file:
+        sources.read_file(Path(config_file))
+    if sources.problems:
+        raise ConfigProblems(sources.problems)
+    return sources.values.get(name)
+
+
+def runtime_directory(flag: str | None, config_file: str | None, environ: Mapping[str, str]) -> str:
+    """The runtime directory by the usual precedence."""
+    return str(peek_setting("admin.dir", flag, config_file, environ) or default_runtime_directory(environ))
+
+
+def resolve_config(
+    config_file: str | None,
+    *,
+    flags: Mapping[str, object],
+    sets: Iterable[str],
+    environ: Mapping[str, str],
+) -> Resolved:
+    """Reads all sources, checks everything, derives what was left out.
+
+    Args:
+        config_file: TOML file, or None for defaults only.
+        flags: dotted key to value, from the command line's own options; None values were not given.
+        sets: `key=value` of each `--set`.
+        environ: the process environment.
+
+    Raises:
+        ConfigProblems: lists every problem found, with its place.
+    """
+    sources = _Sources()
+    sources.read_flags({name: value for name, value in flags.items() if value is not None})
+    sources.read_sets(sets)
+    sources.read_environment(environ)
+    if config_file:
+        sources.read_file(Path(config_file))
+    return _derive(sources, environ)
+
+
+class _Sources:
+    """Values by source, strongest first: a key that is already there is not replaced."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def read_flags(self, flags: Mapping[str, object]) -> None:
+        for name, value in flags.items():
+            self._take(name, value, f"flag --{name.split('.')[-1].replace('_', '-')}", Path.cwd())
+
+    def read_sets(self, sets: Iterable[str]) -> None:
+        for text in sets:
+            name, equals, value = text.partition("=")
+            if not equals:
+                self.problems.append(f"--set {text}: write --set key=value")
+                continue
+            self._take(name.strip(), value.strip(), f"--set {name.strip()}", Path.cwd())
+
+    def read_environment(self, environ: Mapping[str, str]) -> None:
+        for variable in sorted(environ):
+            if not variable.startswith("ENGINE_") or variable == "ENGINE_CONFIG" or _KUBERNETES.fullmatch(variable):
+                continue
+            if variable in VARIABLE_TO_NAME:
+                self._take(VARIABLE_TO_NAME[variable], environ[variable], f"variable {variable}", Path.cwd())
+            else:
+                self.problems.append(f"variable {variable}: unknown{_nearest(variable, VARIABLE_TO_NAME)}")
+
+    def read_file(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = tomllib.loads(text)
+        except (OSError, UnicodeDecodeError) as error:
+            self.problems.append(f"{path}: can not be read: {error}")
+            return
+        except tomllib.TOMLDecodeError as error:
+            self.problems.append(f"{path}: {error}")
+            return
+        lines = key_lines(text)
+        for name, value in _flatten(tree):
+            self._take(name, value, f"{path}:{_line_of(name, lines)}", path.resolve().parent)
+
+    def _take(self, name: str, value: object, origin: str, directory: Path) -> None:
+        key = NAME_TO_KEY.get(name)
+        if key is None:
+            self.problems.append(f"{origin}: unknown key {name!r}{_nearest(name, NAME_TO_KEY)}")
+            return
+        try:
+            parsed = parse_value(key, value)
+        except ConfigError as error:
+            self.problems.append(f"{origin}: {name}: {error}")
+            return
+        if key.kind == "path" and parsed != NANO:
+            parsed = str((directory / os.path.expanduser(parsed)).resolve())
+        self.values.setdefault(name, parsed)
+        self.origins.setdefault(name, origin)
+
+
+def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
+    problems = sources.problems
+    values = {key.name: key.default for key in KEYS} | sources.values
+    origins = {key.name: "default" for key in KEYS} | sources.origins
+
+    def problem(name: str, text: str) -> None:
+        problems.append(f"{origins[name]}: {name}: {text}")
+
+    def derive(name: str, value: object, why: str) -> None:
+        if values[name] is None:
+            values[name], origins[name] = value, f"default ({why})"
+
+    pools = _derive_pools(values, problem)
+    if values["device"] != "cpu":
+        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu' only")
+    derive("admin.dir", default_runtime_directory(environ), "this user's runtime directory")
+    if len(os.fsencode(values["admin.dir"])) + len(LONGEST_SOCKET) > SOCKET_PATH_BYTES:
+        problem("admin.dir", f"too long: a socket's path may have {SOCKET_PATH_BYTES} bytes, {values['admin.dir']!r}")
+    limits = Limits(**{field.name: values[f"limits.{field.name}"] for field in dataclasses.fields(Limits)})
+    if limits.heartbeat_s < 2 * limits.snapshot_s:
+        problem("limits.heartbeat_s", f"must be at least twice limits.snapshot_s ({limits.snapshot_s:g} s)")
+
+    if len(values["model"]) > PATH_CHARACTERS:
+        problem("model", f"its absolute path has {len(values['model'])} characters (limit {PATH_CHARACTERS})")
+    is_nano = values["model"] == NANO
+    derive("page_tokens", 64 if is_nano else 256, "nano" if is_nano else "not nano")
+    page_tokens = values["page_tokens"]
+    vocab_size = 0
+    try:
+        facts = read_model_facts(
+            values["model"], page_tokens=page_tokens, value_bytes=4 if values["kv_dtype"] == "float32" else 2
+        )
+    except ConfigError as error:
+        problem("model", str(error))
+    else:
+        vocab_size = facts.vocab_size
+        derive("max_model_tokens", min(facts.max_length, 8192), f"the model's {facts.max_length}, at most 8192")
+        if values["max_model_tokens"] > facts.max_length:
+            problem("max_model_tokens", f"{values['max_model_tokens']} is more than the model's {facts.max_length}")
+        derive(
+            "num_pages",
+            plan_num_pages(
+                decode_rows=limits.decode_rows,
+                max_model_tokens=values["max_model_tokens"],
+                page_tokens=page_tokens,
+                page_bytes=facts.page_bytes,
+                ranks=max(1, sum(len(pool.ranks) for pool in pools)),
+            ),
+            "full sequences for limits.decode_rows, within a quarter of memory",
+        )
+        if values["num_pages"] * page_tokens < values["max_model_tokens"]:
+            problem(
+                "num_pages",
+                f"{values['num_pages']} pages of {page_tokens} tokens can not hold one sequence of"
+                f" max_model_tokens ({values['max_model_tokens']})",
+            )
+    derive("num_slabs", 2 * limits.decode_rows, "twice limits.decode_rows")
+    if limits.prefill_chunk_tokens % page_tokens:
+        problem(
+            "limits.prefill_chunk_tokens",
+            f"{limits.prefill_chunk_tokens} is not a whole number of pages of"
+            f" {page_tokens} tokens; write {-(-limits.prefill_chunk_tokens // page_tokens) * page_tokens}",
+        )
+    if problems:
+        raise ConfigProblems(problems)
+    config = ClusterConfig(
+        **{name: values[name] for name in _PLAIN},
+        prefill=pools[0],
+        decode=pools[1],
+        admin_dir=values["admin.dir"],
+        log_format=values["log.format"],
+        log_level=values["log.level"],
+        vocab_size=vocab_size,
+        limits=limits,
+    )
+    return Resolved(config, origins)
+
+
+_PLAIN = tuple(key.name for key in KEYS if "." not in key.name)
+
+
+def _derive_pools(values: Mapping[str, Any], problem: Callable[[str, str], None]) -> tuple[PoolConfig, PoolConfig]:
+    """Named ranks first, then counts take the lowest free ones, prefill before decode."""
+    named: dict[str, tuple[int, ...]] = {}
+    for counts in (False, True):
+        for pool in ("prefill", "decode"):
+            wanted = values[f"pools.{pool}.ranks"]
+            if (isinstance(wanted, int) or wanted.isdigit()) is counts:
+                taken = frozenset(rank for ranks in named.values() for rank in ranks)
+                named[pool] = parse_ranks(wanted, taken)
+    both = sorted(set(named["prefill"]) & set(named["decode"]))
+    if both:
+        problem("pools.decode.ranks", f"rank {both[0]} is in pools.prefill too; a rank has one role")
+    elif sorted(named["prefill"] + named["decode"]) != list(range(len(named["prefill"] + named["decode"]))):
+        problem(
+            "pools.decode.ranks",
+            "the ranks of both pools must be 0, 1, 2 ... without a gap, but they are"
+            f" {sorted(named['prefill'] + named['decode'])}",
+        )
+    for pool in ("prefill", "decode"):
+        group = values[f"pools.{pool}.group"]
+        if group != 1:
+            problem(f"pools.{pool}.group", f"{group} is not there yet; this version has groups of 1")
+    return PoolConfig(named["prefill"]), PoolConfig(named["decode"])
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """The hint for a name that is unknown; a last part that fits elsewhere counts as near."""
+    candidates = list(names)
+    near = difflib.get_close_matches(name, candidates, 1, 0.6)
+    if not near:
+        last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in candidates}
+        near = [last[part] for part in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, 1, 0.75)]
+    return f"; did you mean {near[0]!r}?" if near else "; `engine config schema` lists all keys"
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and prefix + name not in NAME_TO_KEY:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+_HEADER = re.compile(r"\s*\[\[?\s*([^\]]+?)\s*\]")
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Dotted name of each table and key to its line, counted from 1. tomllib keeps no positions: they are searched."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = _plain_name(header[1])
+            lines.setdefault(table, number)
+        elif assignment := _ASSIGNMENT.match(line):
+            name = _plain_name(assignment[1])
+            lines.setdefault(f"{table}.{name}" if table else name, number)
+    return lines
+
+
+def _plain_name(text: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in text.split("."))
+
+
+def _line_of(name: str, lines: Mapping[str, int]) -> int:
+    """The line of a key, or of the nearest table around it (inline tables have no lines of their own)."""
+    while name not in lines and "." in name:
+        name = name.rsplit(".", 1)[0]
+    return lines.get(name, 1)

@@ -1,0 +1,79 @@
+"""Log lines: stable names, one line each, repeats counted."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from engine.log import configure_log, log_event
+
+logger = logging.getLogger("engine.test")
+
+
+@pytest.fixture(autouse=True)
+def restored_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def written(form: str, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    configure_log(form, level, "d17", stream)
+    return stream
+
+
+def test_text_is_one_line_that_a_person_can_read():
+    stream = written("text")
+    log_event(logger, "info", "rank.ready", rank=3, took_s=0.123456, nothing=None, path="a b", msg="first\nsecond")
+    [line] = stream.getvalue().splitlines()
+    assert line[12:] == ' d17  INFO    rank.ready rank=3 took_s=0.1235 path="a b" | first | second'
+
+
+def test_json_carries_the_same_event_with_its_fields():
+    stream = written("json")
+    log_event(logger, "warning", "rank.down", rank=3, msg="first\nsecond")
+    line = json.loads(stream.getvalue())
+    assert {**line, "ts": ""} == {
+        "ts": "", "level": "warning", "who": "d17", "event": "rank.down", "rank": 3, "msg": "first\nsecond",
+    }  # fmt: skip
+
+
+def test_levels_below_the_configured_one_cost_nothing():
+    stream = written("json", "warning")
+    log_event(logger, "info", "head.start")
+    assert stream.getvalue() == ""
+
+
+def test_equal_warnings_are_counted_and_different_ones_are_not(monkeypatch):
+    stream = written("json")
+    now = [1000.0]
+    make = logging.LogRecord.__init__
+
+    def stamped(record: logging.LogRecord, *values: object, **more: object) -> None:
+        make(record, *values, **more)  # type: ignore[arg-type]
+        record.created = now[0]
+
+    monkeypatch.setattr(logging.LogRecord, "__init__", stamped)
+    for _ in range(500):
+        log_event(logger, "warning", "socket.accept", msg="too many open files")
+    log_event(logger, "warning", "rank.down", rank=1, generation=1)
+    log_event(logger, "warning", "rank.down", rank=1, generation=2)
+    now[0] += 11
+    log_event(logger, "warning", "socket.accept", msg="too many open files")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["socket.accept", "rank.down", "rank.down", "socket.accept"]
+    assert "repeated" not in lines[0] and lines[3]["repeated"] == 499
+
+
+def test_an_event_that_is_no_warning_is_never_held_back():
+    stream = written("json")
+    for _ in range(3):
+        log_event(logger, "info", "request.finish", request=1)
+    assert len(stream.getvalue().splitlines()) == 3

@@ -1,0 +1,214 @@
+"""Configuration from its sources: precedence, origins, and problems that say where and what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import ClusterConfig, Limits, RankConfig, config_from_json, parse_ranks
+from engine.errors import ConfigError
+from engine.keys import KEYS, VARIABLE_TO_NAME, config_schema, parse_duration, parse_size
+from engine.settings import ConfigProblems, Resolved, default_runtime_directory, resolve_config, runtime_directory
+
+MODEL = str(Path(__file__).parent.parent / "oracle" / "v41-tiny")
+
+
+def resolve(
+    file: Path | None = None, *, flags: dict | None = None, sets: tuple[str, ...] = (), **environ: str
+) -> Resolved:
+    return resolve_config(
+        str(file) if file else None, flags={"model": MODEL, **(flags or {})}, sets=sets, environ=environ
+    )
+
+
+def problems_of(file: Path | None = None, **kinds: object) -> list[str]:
+    with pytest.raises(ConfigProblems) as caught:
+        resolve(file, **kinds)  # type: ignore[arg-type]
+    return list(caught.value.problems)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "engine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_any_source_there_is_one_rank_of_each_role():
+    config = resolve().config
+    assert config.roles == {0: "prefill", 1: "decode"}
+    assert (config.device, config.fabric, config.kv_dtype, config.replay_rows) == ("cpu", "auto", "float32", 0)
+    assert config.max_model_tokens == 4096 and config.vocab_size == 288
+
+
+def test_every_source_beats_the_next_and_is_named(tmp_path):
+    name, layers = "limits.restarts", []
+    file = write(tmp_path, "[limits]\nqueue_requests = 5\nrestarts = 11\n")
+    for sources, value, origin in [
+        ({}, 3, "default"),
+        ({"file": file}, 11, f"{file}:3"),
+        ({"file": file, "ENGINE_LIMITS__RESTARTS": "12"}, 12, "variable ENGINE_LIMITS__RESTARTS"),
+        ({"file": file, "ENGINE_LIMITS__RESTARTS": "12", "sets": (f"{name}=13",)}, 13, f"--set {name}"),
+        ({"file": file, "sets": (f"{name}=13",), "flags": {name: 14}}, 14, "flag --restarts"),
+    ]:
+        resolved = resolve(**sources)
+        layers.append(resolved.config.limits.restarts)
+        assert (resolved.config.limits.restarts, resolved.origins[name]) == (value, origin)
+    assert layers == [3, 11, 12, 13, 14]
+
+
+def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
+    file = write(
+        tmp_path, '[limits]\nlink_stall_s = "250ms"\nlink_out_bytes = "4MiB"\nquarantined_pages = 0.25\nstart_s = 7\n'
+    )
+    limits = resolve(file).config.limits
+    assert limits == dataclasses.replace(
+        Limits(), link_stall_s=0.25, link_out_bytes=4 << 20, quarantined_pages=0.25, start_s=7.0
+    )
+    names = {key.name for key in KEYS if key.name.startswith("limits.")}
+    assert names == {f"limits.{field.name}" for field in dataclasses.fields(Limits)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("modle = 'x'", ":1: unknown key 'modle'; did you mean 'model'?"),
+        ("\n[limits]\n# x\nclient = 1", ":4: unknown key 'limits.client'; did you mean 'limits.clients'?"),
+        ("queue_requests = 1", ":1: unknown key 'queue_requests'; did you mean 'limits.queue_requests'?"),
+        ("pools.decode.rank = 1", ":1: unknown key 'pools.decode.rank'; did you mean 'pools.decode.ranks'?"),
+        ("[http]\nlisten = 'x'", ":2: unknown key 'http.listen'"),
+        ("[limits]\nstep_s = 'soon'", ":2: limits.step_s: 'soon' is not a duration; write 30s"),
+        ("[limits]\nlink_out_bytes = '4 apples'", ":2: limits.link_out_bytes: '4 apples' is not a size"),
+        ("[limits]\nclients = 0", ":2: limits.clients: 0 is out of range; the least is 1"),
+        ("[limits]\nclients = true", ":2: limits.clients: True is not a whole number"),
+        ("[limits]\nquarantined_pages = 2", ":2: limits.quarantined_pages: 2 is not a share"),
+        ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
+        ("device = 'cuda'", ":1: device: 'cuda' is not there yet; this version runs on 'cpu' only"),
+        ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: 2 is not there yet"),
+        ("[pools]\ndecode.ranks='0-1'\nprefill.ranks='1-1'", ":2: pools.decode.ranks: rank 1 is in pools.prefill too"),
+        ("[pools.decode]\nranks = '3-3'", ":2: pools.decode.ranks: the ranks of both pools must be 0, 1, 2"),
+        ("[pools.decode]\nranks = 'all'", ":2: pools.decode.ranks: 'all' is not a list of ranks"),
+        ("max_model_tokens = 5000", ":1: max_model_tokens: 5000 is more than the model's 4096"),
+        ("num_pages = 2", ":1: num_pages: 2 pages of 256 tokens can not hold one sequence"),
+        ("page_tokens = 96", "limits.prefill_chunk_tokens: 512 is not a whole number of pages of 96 tokens; write 576"),
+        ("[limits]\nheartbeat_s = '0.3s'", ":2: limits.heartbeat_s: must be at least twice limits.snapshot_s"),
+        ("a = [1,", "engine.toml: "),
+    ],
+)  # fmt: skip
+def test_a_problem_names_its_place_and_what_to_write(tmp_path, text, says):
+    assert any(says in problem for problem in problems_of(write(tmp_path, text))), problems_of(write(tmp_path, text))
+
+
+def test_all_problems_come_at_once_from_all_sources(tmp_path):
+    file = write(tmp_path, "modle = 'x'\n[limits]\nstep_s = 'soon'\n")
+    problems = problems_of(file, sets=("fabrik=tcp", "nonsense"), ENGINE_MODLE="y")
+    assert len(problems) == 5
+    with pytest.raises(ConfigError, match="5 problems"):
+        resolve(file, sets=("fabrik=tcp", "nonsense"), ENGINE_MODLE="y")
+
+
+def test_what_kubernetes_sets_for_a_service_called_engine_is_not_ours():
+    resolve(ENGINE_SERVICE_HOST="10.0.0.1", ENGINE_PORT="tcp://10.0.0.1:80", ENGINE_PORT_80_TCP="x")
+
+
+def test_a_missing_file_and_a_missing_model_are_problems_of_the_configuration(tmp_path):
+    assert "No such file" in problems_of(tmp_path / "none.toml")[0]
+    [problem] = problems_of(flags={"model": str(tmp_path)})
+    assert problem.startswith("flag --model: model: ") and "config.json" in problem
+
+
+def test_paths_of_a_file_are_relative_to_the_file(tmp_path):
+    file = write(tmp_path, "[admin]\ndir = 'run'\n")
+    assert resolve(file).config.admin_dir == str(tmp_path / "run")
+
+
+def test_a_directory_whose_sockets_could_not_be_bound_is_refused(tmp_path):
+    assert "a socket's path may have 107 bytes" in problems_of(flags={"admin.dir": "/tmp/" + "x" * 100})[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("250ms", 0.25), ("1h30m", 5400), ("2d", 172800), ("7", 7), (1.5, 1.5), ("10us", 1e-5)],
+)  # fmt: skip
+def test_durations(text, seconds):
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "30 s", "3s4", "-1s", "1h 30m", "30S"])
+def test_what_is_no_duration(text):
+    with pytest.raises(ConfigError, match="not a duration"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4GiB", 4 << 30), ("1GB", 10**9), ("64 KiB", 65536), ("12", 12), ("5B", 5), ("0.5MiB", 1 << 19)],
+)
+def test_sizes(text, count):
+    assert parse_size(text) == count
+
+
+def test_rank_lists():
+    assert parse_ranks("0-3,7", frozenset()) == (0, 1, 2, 3, 7)
+    assert parse_ranks(2, frozenset({0, 2})) == (1, 3)
+    for wrong in ("3-1", "1,1", "a", "0-9999", "1-"):
+        with pytest.raises(ConfigError):
+            parse_ranks(wrong, frozenset())
+
+
+def test_counts_take_the_ranks_that_nobody_named(tmp_path):
+    config = resolve(write(tmp_path, "[pools.prefill]\nranks = 2\n[pools.decode]\nranks = '0-1'\n")).config
+    assert config.prefill.ranks == (2, 3) and config.decode.ranks == (0, 1)
+
+
+def test_the_digest_is_of_what_ranks_must_agree_on():
+    base = resolve().config
+    assert base.digest == resolve().config.digest and len(base.digest) == 16
+    for same in ({"admin.dir": "/tmp/elsewhere"}, {"log.level": "debug"}):
+        assert resolve(flags=same).config.digest == base.digest
+    for other in ({"page_tokens": 128}, {"limits.step_s": 9}, {"kv_dtype": "bfloat16"}, {"pools.decode.ranks": 2}):
+        assert resolve(flags=other).config.digest != base.digest
+
+
+def test_a_rank_is_given_its_part_of_the_configuration():
+    config = resolve(flags={"threads": 3}).config
+    ranks = [config.rank_config(rank) for rank in (0, 1)]
+    assert all(isinstance(rank, RankConfig) for rank in ranks)
+    assert [rank.role for rank in ranks] == ["prefill", "decode"]
+    assert ranks[0] == dataclasses.replace(ranks[1], role="prefill")
+    assert ranks[0].threads == 3 and ranks[0].config_digest == config.digest
+
+
+def test_a_child_reads_the_same_configuration_back():
+    config = resolve().config
+    again = config_from_json(json.dumps(dataclasses.asdict(config)).encode())
+    assert isinstance(again, ClusterConfig) and again == config and again.digest == config.digest
+
+
+def test_the_arena_always_holds_one_full_sequence():
+    config = resolve(sets=("limits.decode_rows=1",)).config
+    assert config.num_pages * config.page_tokens >= config.max_model_tokens
+
+
+def test_the_schema_knows_every_key_and_nothing_else():
+    def walk(node: dict, prefix: str = "") -> set[str]:
+        names = set()
+        for name, child in node["properties"].items():
+            names |= walk(child, f"{prefix}{name}.") if "properties" in child else {prefix + name}
+        return names
+
+    schema = config_schema()
+    assert walk(schema) == {key.name for key in KEYS}
+    assert schema["additionalProperties"] is False and schema["properties"]["limits"]["additionalProperties"] is False
+
+
+def test_the_runtime_directory_follows_the_usual_precedence(tmp_path):
+    file = write(tmp_path, "[admin]\ndir = '/tmp/from-file'\n")
+    assert runtime_directory(None, None, {"XDG_RUNTIME_DIR": str(tmp_path)}) == str(tmp_path / "engine")
+    assert runtime_directory(None, None, {}) == default_runtime_directory({})
+    assert runtime_directory(None, str(file), {}) == "/tmp/from-file"
+    assert runtime_directory(None, str(file), {"ENGINE_DIR": "/tmp/from-variable"}) == "/tmp/from-variable"
+    assert runtime_directory("/tmp/from-flag", str(file), {"ENGINE_DIR": "/tmp/x"}) == "/tmp/from-flag"
+    assert VARIABLE_TO_NAME["ENGINE_DIR"] == VARIABLE_TO_NAME["ENGINE_ADMIN__DIR"] == "admin.dir"

@@ -1,0 +1,228 @@
+"""What every Device does, whatever computes: order, two queued steps, cancelled waits, failures, one text per seed.
+
+An implementation joins by adding a factory to FACTORIES: a context manager that yields a device of at least 32 pages
+and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least 64 ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from engine.config import Limits, RankConfig
+from engine.core.plan import DecodeRow, PrefillChunk, StepPlan
+from engine.errors import DeviceError, LocalProtocolError
+from engine.model.device import open_torch_device
+from engine.ports import Device
+from tests.model.paged_cases import write_checkpoint
+from transport.messages import Sampling
+
+Opened = Callable[[], AbstractAsyncContextManager[Device]]
+
+GREEDY = Sampling()
+PROMPT = np.arange(5, 25, dtype="<i4")
+
+
+@asynccontextmanager
+async def open_cpu(directory: Path) -> AsyncIterator[Device]:
+    config = RankConfig(
+        role="decode",
+        model=str(directory),
+        device="cpu",
+        fabric="tcp",
+        page_tokens=8,
+        max_model_tokens=64,
+        num_pages=32,
+        num_slabs=6,
+        kv_dtype="float32",
+        threads=1,
+        replay_rows=0,
+        config_digest="0",
+        limits=Limits(prefill_chunk_tokens=32),
+    )
+    phases: list[tuple[str, int, int, str]] = []
+    device = await open_torch_device(config, lambda *phase: phases.append(phase), poison=True)
+    assert {phase[0] for phase in phases} == {"weights", "arena", "warmup"}
+    assert all(0 <= done <= total for _, done, total, _ in phases)
+    try:
+        yield device
+    finally:
+        await device.aclose()
+
+
+FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[Device]]] = {"torch-cpu": open_cpu}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(params=sorted(FACTORIES))
+def opened(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Opened]:
+    factory = FACTORIES[request.param]
+    yield lambda: factory(checkpoint)
+
+
+def prefill(
+    step: int,
+    slab: int = 0,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    pages: tuple[int, ...] = (3, 4, 9, 7),
+    sample: Sampling | None = GREEDY,
+) -> StepPlan:
+    tokens = memoryview(PROMPT[start:stop].tobytes())
+    return StepPlan(step, (PrefillChunk(1, slab, start, tokens, pages, sample),), ())
+
+
+def decode(
+    step: int,
+    position: int,
+    token: int | None,
+    slab: int = 0,
+    *,
+    pages: tuple[int, ...] = (3, 4, 9, 7),
+    sampling: Sampling = GREEDY,
+) -> StepPlan:
+    return StepPlan(step, (), (DecodeRow(1, slab, position, token, pages, sampling),))
+
+
+async def test_the_description_agrees_with_the_block_table(opened: Opened) -> None:
+    async with opened() as device:
+        info = device.info
+        pages, slabs = device.block_runs()
+        assert (pages.block_bytes, pages.count) == (info.page_bytes, info.num_pages)
+        assert (slabs.block_bytes, slabs.count) == (info.slab_bytes, info.num_slabs)
+        assert pages.address + info.page_bytes * info.num_pages <= slabs.address
+        assert info.page_tokens == 8 and info.vocab_size >= 64 and info.eos_ids
+
+
+async def test_a_prompt_then_tokens_each_fed_by_the_one_before(opened: Opened) -> None:
+    async with opened() as device:
+        first = await device.wait(device.submit(prefill(1)))
+        assert first.step == 1 and first.row_tokens == () and first.device_us > 0
+        token = first.chunk_tokens[0]
+        assert token is not None
+        told = []
+        for at in range(20, 28):
+            result = await device.wait(device.submit(decode(at, at, token)))
+            (token,) = result.row_tokens
+            told.append(token)
+        # The same text when the host never says the token, with two steps in the queue.
+        await device.wait(device.submit(prefill(50)))
+        untold, waiting = [], [device.submit(decode(60, 20, None))]
+        for at in range(21, 28):
+            waiting.append(device.submit(decode(40 + at, at, None)))
+            untold.extend((await device.wait(waiting.pop(0))).row_tokens)
+        untold.extend((await device.wait(waiting.pop(0))).row_tokens)
+        assert untold == told
+
+
+async def test_chunks_without_sampling_return_none_and_continue(opened: Opened) -> None:
+    async with opened() as device:
+        whole = await device.wait(device.submit(prefill(1)))
+        part = await device.wait(device.submit(prefill(2, 1, stop=8, pages=(11, 12, 13), sample=None)))
+        assert part.chunk_tokens == (None,)
+        rest = await device.wait(device.submit(prefill(3, 1, start=8, pages=(11, 12, 13))))
+        assert rest.chunk_tokens == whole.chunk_tokens
+
+
+async def test_chunks_and_rows_share_a_step(opened: Opened) -> None:
+    async with opened() as device:
+        alone = await device.wait(device.submit(prefill(1)))
+        expected = await device.wait(device.submit(decode(2, 20, alone.chunk_tokens[0])))
+        await device.wait(device.submit(prefill(3)))
+        chunk = prefill(4, 2, pages=(20, 21, 22)).chunks
+        both = await device.wait(device.submit(StepPlan(4, chunk, decode(4, 20, None).rows)))
+        assert both.chunk_tokens == alone.chunk_tokens
+        assert both.row_tokens == expected.row_tokens
+
+
+async def test_a_seed_gives_one_text_and_another_seed_another(opened: Opened) -> None:
+    async with opened() as device:
+
+        async def text(slab: int, pages: tuple[int, ...], seed: int) -> list[int]:
+            sampling = Sampling(temperature=1.0, seed=seed)
+            result = await device.wait(device.submit(prefill(1, slab, pages=pages, sample=sampling)))
+            tokens = [result.chunk_tokens[0] or 0]
+            for at in range(20, 30):
+                step = decode(at, at, None, slab, pages=pages, sampling=sampling)
+                tokens.extend((await device.wait(device.submit(step))).row_tokens)
+            return tokens
+
+        one = await text(0, (3, 4, 9, 7), 5)
+        assert await text(1, (13, 14, 15, 16), 5) == one
+        assert await text(1, (13, 14, 15, 16), 6) != one
+
+
+async def test_tokens_are_read_before_submit_returns(opened: Opened) -> None:
+    async with opened() as device:
+        expected = await device.wait(device.submit(prefill(1)))
+        lent = bytearray(PROMPT.tobytes())
+        plan = StepPlan(2, (PrefillChunk(1, 0, 0, memoryview(lent), (3, 4, 9), GREEDY),), ())
+        ticket = device.submit(plan)
+        lent[:] = bytes(len(lent))
+        assert (await device.wait(ticket)).chunk_tokens == expected.chunk_tokens
+
+
+async def test_a_cancelled_wait_stops_nothing_and_may_be_repeated(opened: Opened) -> None:
+    async with opened() as device:
+        expected = await device.wait(device.submit(prefill(1)))
+        ticket = device.submit(prefill(2))
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await device.wait(ticket)
+        assert scope.cancelled_caught
+        result = await device.wait(ticket)
+        assert result.chunk_tokens == expected.chunk_tokens
+        assert await device.wait(ticket) == result
+
+
+async def test_a_third_queued_step_is_a_bug_of_the_caller(opened: Opened) -> None:
+    async with opened() as device:
+        tickets = [device.submit(prefill(1)), device.submit(prefill(2))]
+        with pytest.raises(LocalProtocolError, match="limit 2"):
+            device.submit(prefill(3))
+        assert [(await device.wait(ticket)).step for ticket in tickets] == [1, 2]
+        assert (await device.wait(device.submit(prefill(4)))).step == 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (prefill(7, pages=(3, 4, 999)), "page id"),
+        (prefill(7, slab=99), "slab"),
+        (prefill(7, pages=(3, 4)), "pages"),
+        (StepPlan(7, (), (*decode(7, 20, 5).rows, *decode(7, 20, 5, 1, pages=(8, 9)).rows)), "than the 2 given"),
+        (decode(7, 20, 1 << 20), "token id"),
+        (decode(7, 70, 5, pages=tuple(range(16))), "max_model_tokens"),
+    ],
+)
+async def test_a_failed_step_says_why_and_ends_the_device(opened: Opened, plan: StepPlan, complaint: str) -> None:
+    async with opened() as device:
+        bad, after = device.submit(plan), device.submit(prefill(8))
+        with pytest.raises(DeviceError, match=complaint):
+            await device.wait(bad)
+        with pytest.raises(DeviceError, match="step 8"):
+            await device.wait(after)
+        with pytest.raises(DeviceError, match="step 9"):
+            device.submit(prefill(9))
+
+
+async def test_closing_finishes_what_is_queued(opened: Opened) -> None:
+    async with opened() as device:
+        tickets = [device.submit(prefill(1)), device.submit(prefill(2))]
+        await device.aclose()
+        with trio.fail_after(5):
+            assert [(await device.wait(ticket)).step for ticket in tickets] == [1, 2]
+        with pytest.raises(DeviceError, match="closed"):
+            device.submit(prefill(3))

@@ -1,0 +1,465 @@
+"""Cluster: both sides of the hand-off under a hostile scheduler, one event at a time, without clock or loop.
+
+Every message waits in the queue of its link until chance delivers it; writes land when chance says so, failed ones as
+well, perhaps long after; links break, processes die and come back. After every event each side's books are checked, and
+each landing write is checked against the state of the page that it hits: GRANTED or QUARANTINED, or the memory of
+somebody else was just overwritten.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from array import array
+from collections.abc import Callable
+
+from engine.core.decode import DecodeSide
+from engine.core.effects import DropLink, StartPush, ToHead, ToPeer
+from engine.core.handoff import DecodePhase
+from engine.core.pages import PageState
+from engine.core.plan import StepPlan, StepResult
+from engine.core.prefill import PrefillSide
+from engine.core.schedule import SideSizes, StepLimits
+from engine.core.tokens import unpack_tokens
+from transport.messages import (
+    Abort,
+    Message,
+    PeerDown,
+    PeerHello,
+    PeerUp,
+    PeerWelcome,
+    RequestAborted,
+    RequestFailed,
+    RequestFinished,
+    ReservePages,
+    Sampling,
+    StartPrefill,
+    TokensEmitted,
+)
+
+PAGE_TOKENS, EOS = 4, 1
+NOTHING = memoryview(b"")
+
+
+def token_at(request: int, position: int) -> int:
+    return random.Random(request * 1_000_003 + position).randrange(1, 30)
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A process life."""
+
+    rank: int
+    generation: int
+    side: PrefillSide | DecodeSide
+    steps: collections.deque[StepPlan] = dataclasses.field(default_factory=collections.deque)
+    is_dead: bool = False
+    inbox: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
+
+
+@dataclasses.dataclass(eq=False)
+class Pair:
+    """A pair stream: bytes on the way to each end; an end that is not `up` was lost there already."""
+
+    number: int
+    prefill: Node
+    decode: Node
+    to_prefill: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
+    to_decode: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
+    up_at_prefill: bool = True
+    up_at_decode: bool = True
+    is_cut: bool = False
+    writes: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Write:
+    """A push: `left` landings to come; `told` once its waiter heard of its end."""
+
+    push: StartPush
+    pair: Pair
+    epoch: int
+    told: bool = False
+    overdue: bool = False
+    landed: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Client:
+    """A request and what its client saw."""
+
+    number: int
+    prompt: list[int]
+    sampling: Sampling
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    attempt: int = 0
+    pair: tuple[int, int] = (-1, -1)
+    open_on: set[int] = dataclasses.field(default_factory=set)
+    is_aborting: bool = False
+    is_given_up: bool = False
+    outcome: str = ""
+
+
+class Cluster:
+    """`faults` False: a world in which nothing fails, for liveness at the end."""
+
+    def __init__(self, seed: int, *, num_pages: int, num_slabs: int, num_prefill: int, num_decode: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_us = 0
+        self.num_pages, self.num_slabs = num_pages, num_slabs
+        self.prefill_pages = num_pages if seed % 2 else num_pages // 2
+        self.faults = True
+        self.death_weight = 0.01
+        self.roles = ["prefill"] * num_prefill + ["decode"] * num_decode
+        self.nodes = [self._make(rank, 1) for rank in range(len(self.roles))]
+        self.pairs: list[Pair] = []
+        self.writes: list[Write] = []
+        self.clients: dict[int, Client] = {}
+        self.next_link = 1
+        self.seen: collections.Counter[str] = collections.Counter()
+        for pair in self._missing_pairs():
+            self._connect(*pair)
+
+    def _make(self, rank: int, generation: int) -> Node:
+        sizes = SideSizes(
+            rank=rank,
+            num_pages=self.num_pages if self.roles[rank] == "decode" else self.prefill_pages,
+            num_slabs=self.num_slabs,
+            vocab_size=30,
+            max_model_tokens=1000,
+            max_waiting=1000,
+            grant_us=10_000_000,
+            step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS})),
+        )
+        kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
+        return Node(rank, generation, kind(sizes))
+
+    # ------------------------------------------------------------ links
+
+    def _missing_pairs(self) -> list[tuple[Node, Node]]:
+        have = {(pair.prefill, pair.decode) for pair in self.pairs}
+        return [
+            (p, d)
+            for p in self.nodes
+            for d in self.nodes
+            if self.roles[p.rank] == "prefill" and self.roles[d.rank] == "decode"
+            and not p.is_dead and not d.is_dead and (p, d) not in have
+        ]  # fmt: skip
+
+    def _connect(self, prefill: Node, decode: Node) -> None:
+        number = self.next_link
+        self.next_link += 1
+        self.pairs.append(Pair(number, prefill, decode))
+        hello = PeerHello(1, prefill.rank, prefill.generation, "x")
+        welcome = PeerWelcome(1, decode.rank, decode.generation, "x", self.num_pages, self.num_slabs)
+        decode.side.on_link_up(number, hello, self.now_us)
+        prefill.side.on_link_up(number, welcome, self.now_us)
+        self._collect(decode)
+        self._collect(prefill)
+
+    def _lose(self, pair: Pair, at_prefill: bool) -> None:
+        """An end notices that the stream is gone."""
+        node = pair.prefill if at_prefill else pair.decode
+        if at_prefill and pair.up_at_prefill:
+            pair.up_at_prefill = False
+        elif not at_prefill and pair.up_at_decode:
+            pair.up_at_decode = False
+        else:
+            return
+        pair.is_cut = True
+        (pair.to_prefill if at_prefill else pair.to_decode).clear()
+        if not node.is_dead:
+            node.side.on_link_lost(pair.number)
+            self._collect(node)
+
+    # ------------------------------------------------------------ effects
+
+    def _collect(self, node: Node) -> None:
+        if node.is_dead:
+            return
+        node.side.settle(self.now_us)
+        for effect in node.side.take_outbox():
+            match effect:
+                case ToHead(message, blob):
+                    self._on_head(node, message, blob)
+                case ToPeer(link, message, blob):
+                    for pair in self.pairs:
+                        if pair.number == link and not pair.is_cut:
+                            at_prefill = pair.prefill is node
+                            (pair.to_decode if at_prefill else pair.to_prefill).append((message, blob))
+                case StartPush():
+                    self._start_push(node, effect)
+                case DropLink(link, _):
+                    for pair in [pair for pair in self.pairs if pair.number == link]:
+                        self._lose(pair, at_prefill=pair.prefill is node)
+        node.side.check()
+
+    def _start_push(self, node: Node, push: StartPush) -> None:
+        assert isinstance(node.side, PrefillSide)
+        pair = next((pair for pair in self.pairs if pair.number == push.link), None)
+        if pair is None or not pair.up_at_prefill:
+            node.side.on_push_failed(push.key, "link gone", "void")
+            return
+        grant = node.side.prompts[push.key].grant
+        assert grant is not None
+        pair.writes += 1
+        self.writes.append(Write(push, pair, grant.epoch))
+
+    def _land(self, write: Write) -> None:
+        """The bytes arrive; the check that everything here is about."""
+        decode = write.pair.decode
+        write.landed = True
+        if decode.is_dead or write.pair.prefill.is_dead:
+            return
+        assert isinstance(decode.side, DecodeSide)
+        sequence = decode.side._epochs.get(write.epoch)
+        assert sequence is not None, f"a write of epoch {write.epoch} landed after its end"
+        assert sequence.key == write.push.key
+        wanted = {DecodePhase.GRANTED: PageState.GRANTED, DecodePhase.QUARANTINED: PageState.QUARANTINED}
+        for first, page in enumerate(write.push.remote_pages, write.push.first):
+            assert sequence.pages[first] == page
+            assert decode.side.arena.pages.state_of(page) is wanted[sequence.phase]
+        if write.push.slabs is not None:
+            assert decode.side.arena.slabs.state_of(write.push.slabs[1]) is wanted[sequence.phase]
+        if sequence.phase is DecodePhase.QUARANTINED:
+            self.seen["write into quarantine"] += 1
+
+    def _end_write(self, write: Write, how: str) -> None:
+        """The waiter hears of it."""
+        write.told = True
+        write.pair.writes -= 1
+        node = write.pair.prefill
+        if node.is_dead:
+            return
+        assert isinstance(node.side, PrefillSide)
+        if how == "done":
+            if not write.landed:
+                self._land(write)
+            node.side.on_push_done(write.push.key, write.push.first, write.push.count, 64, 1, self.now_us)
+        else:
+            self.seen["failed push"] += 1
+            node.side.on_push_failed(write.push.key, "failed", "failed")
+        self._collect(node)
+
+    def _be_overdue(self, write: Write) -> None:
+        """The waiter lost patience; the write goes on."""
+        write.overdue = True
+        node = write.pair.prefill
+        if not node.is_dead:
+            assert isinstance(node.side, PrefillSide)
+            node.side.on_push_failed(write.push.key, "overdue", "overdue")
+            self._collect(node)
+
+    # ------------------------------------------------------------ head and clients
+
+    def submit(self, client: Client) -> None:
+        self.clients[client.number] = client
+        up = [[n for n in self.nodes if self.roles[n.rank] == role and not n.is_dead] for role in ("prefill", "decode")]
+        if not all(up):
+            return
+        prefill, decode = self.rng.choice(up[0]), self.rng.choice(up[1])
+        client.attempt += 1
+        client.pair, client.open_on, client.is_aborting = (
+            (prefill.rank, decode.rank),
+            {prefill.rank, decode.rank},
+            False,
+        )
+        ids, generated = [*client.prompt, *client.tokens], len(client.tokens)
+        start = StartPrefill(client.number, client.attempt, decode.rank, generated, client.sampling, 0)
+        prefill.inbox.append((start, array("i", ids).tobytes()))
+        reserve = ReservePages(client.number, client.attempt, prefill.rank, len(ids), generated, client.sampling)
+        decode.inbox.append((reserve, b""))
+
+    def abort(self, client: Client) -> None:
+        if not client.outcome and client.open_on and not client.is_aborting:
+            client.is_given_up = True
+            self._abort_attempt(client)
+
+    def _abort_attempt(self, client: Client) -> None:
+        client.is_aborting = True
+        for rank in sorted(client.open_on):
+            self.nodes[rank].inbox.append((Abort(client.number, client.attempt), b""))
+        self._end_attempt(client)
+
+    def _end_attempt(self, client: Client) -> None:
+        if client.open_on or not client.is_aborting:
+            return
+        client.is_aborting = False
+        if client.is_given_up and not client.outcome:
+            client.outcome = "aborted"
+
+    def _on_head(self, node: Node, message: Message, blob: bytes) -> None:
+        match message:
+            case TokensEmitted():
+                for number, attempt, index, tokens in unpack_tokens(message.num_rows, message.num_tokens, blob):
+                    client = self.clients[number]
+                    assert attempt == client.attempt and node.rank in client.open_on, "tokens after the end"
+                    assert index == len(client.tokens), f"request {number}: gap or repeat"
+                    client.tokens += tokens
+            case RequestFinished():
+                client = self.clients[message.request]
+                assert message.attempt == client.attempt and not client.outcome
+                assert (client.tokens, message.reason) == expect(client)
+                assert message.completion_tokens == len(client.tokens)
+                client.outcome = "finished"
+                if not client.is_aborting:
+                    client.open_on.clear()
+            case RequestFailed():
+                client = self.clients[message.request]
+                self.seen[message.code] += 1
+                assert message.definite
+                if message.attempt == client.attempt and not client.is_aborting:
+                    assert message.retryable, message
+                    client.open_on.discard(node.rank)
+                    self._abort_attempt(client)
+            case RequestAborted():
+                client = self.clients[message.request]
+                if message.attempt == client.attempt:
+                    assert client.is_aborting, "an answer to an abort that nobody sent"
+                    client.open_on.discard(node.rank)
+                    self._end_attempt(client)
+
+    # ------------------------------------------------------------ chance
+
+    def step(self) -> bool:
+        """One event, by chance; False when nothing can happen by itself."""
+        choices = self._choices()
+        if not choices:
+            return False
+        self.now_us += self.rng.randrange(1, 1000)
+        if self.faults and self.rng.random() < 0.001:
+            # A pause so long that every grant without news is overdue.
+            self.now_us += 10_000_000
+            for node in self.nodes:
+                if not node.is_dead:
+                    node.side.expire(self.now_us)
+                    self._collect(node)
+        weights = [weight for weight, _ in choices]
+        self.rng.choices([act for _, act in choices], weights)[0]()
+        return True
+
+    def _choices(self) -> list[tuple[float, Callable[[], object]]]:
+        choices: list[tuple[float, Callable[[], object]]] = []
+        for node in self.nodes:
+            if node.is_dead:
+                continue
+            if node.inbox:
+                choices.append((3, lambda node=node: self._hear_head(node)))
+            if len(node.steps) < 2 and (node.side.schedule.prompts or _can_plan(node.side)):
+                choices.append((3, lambda node=node: self._plan(node)))
+            if node.steps:
+                choices.append((3, lambda node=node: self._finish_step(node)))
+        for pair in self.pairs:
+            if pair.to_prefill and pair.up_at_prefill and not pair.prefill.is_dead:
+                choices.append((3, lambda pair=pair: self._deliver(pair, True)))
+            if pair.to_decode and pair.up_at_decode and not pair.decode.is_dead:
+                choices.append((3, lambda pair=pair: self._deliver(pair, False)))
+            if pair.is_cut or pair.prefill.is_dead or pair.decode.is_dead:
+                # What was sent before the cut may still be read: the end is noticed some time later.
+                if pair.up_at_prefill:
+                    choices.append((1, lambda pair=pair: self._lose(pair, True)))
+                if pair.up_at_decode:
+                    choices.append((1, lambda pair=pair: self._lose(pair, False)))
+            elif self.faults:
+                choices.append((0.02, lambda pair=pair: setattr(pair, "is_cut", True)))
+        for pair in [p for p in self.pairs if not (p.up_at_prefill or p.up_at_decode) and p.writes == 0]:
+            self.pairs.remove(pair)  # redialled once its target was forgotten, which waits for its writes
+        for missing in self._missing_pairs():
+            choices.append((1, lambda missing=missing: self._connect(*missing)))
+        for write in self.writes:
+            if not write.told:
+                choices.append((2, lambda write=write: self._end_write(write, "done")))
+                if not write.landed:
+                    choices.append((0.5, lambda write=write: self._land(write)))
+                if self.faults:
+                    choices.append((0.05, lambda write=write: self._end_write(write, "failed")))
+                    if not write.overdue:
+                        choices.append((0.05, lambda write=write: self._be_overdue(write)))
+            elif not write.landed:
+                choices.append((0.2, lambda write=write: self._land(write)))
+        self.writes = [write for write in self.writes if not (write.told and write.landed)]
+        for client in self.clients.values():
+            if not client.outcome and not client.open_on and not client.is_aborting and not client.is_given_up:
+                choices.append((1, lambda client=client: self.submit(client)))
+        for rank, node in enumerate(self.nodes):
+            if node.is_dead:
+                choices.append((0.5, lambda rank=rank: self._restart(rank)))
+            elif self.faults:
+                choices.append((self.death_weight, lambda node=node: self.kill(node)))
+        return choices
+
+    def _hear_head(self, node: Node) -> None:
+        message, blob = node.inbox.popleft()
+        node.side.on_head(message, memoryview(blob), self.now_us)
+        self._collect(node)
+
+    def _plan(self, node: Node) -> None:
+        plan = node.side.plan(self.now_us)
+        if plan is not None:
+            node.steps.append(plan)
+        self._collect(node)
+
+    def _finish_step(self, node: Node) -> None:
+        plan = node.steps.popleft()
+        chunks = tuple(None if c.sample is None else token_at(c.request, c.start + c.num_tokens) for c in plan.chunks)
+        rows = tuple(token_at(r.request, r.position + 1) for r in plan.rows)
+        pages = node.side.arena.pages
+        for named in [*plan.chunks, *plan.rows]:
+            assert all(pages.state_of(page) in (PageState.OWNED, PageState.IN_FLIGHT) for page in named.pages)
+        node.side.apply(StepResult(plan.step, chunks, rows, 10), self.now_us)
+        self._collect(node)
+
+    def _deliver(self, pair: Pair, at_prefill: bool) -> None:
+        message, blob = (pair.to_prefill if at_prefill else pair.to_decode).popleft()
+        node = pair.prefill if at_prefill else pair.decode
+        node.side.on_peer(pair.number, message, memoryview(blob), self.now_us)
+        self._collect(node)
+
+    def kill(self, node: Node) -> None:
+        self.seen["death"] += 1
+        node.is_dead = True
+        for write in self.writes:
+            if write.pair.prefill is node or write.pair.decode is node:
+                # Severed before the others hear of the death: from now on it lands nowhere.
+                write.landed = True
+                if write.pair.prefill is node:
+                    write.told = True
+        for pair in self.pairs:
+            if node in (pair.prefill, pair.decode):
+                pair.is_cut = True
+                if pair.prefill is node:
+                    pair.up_at_prefill, pair.writes = False, 0
+                else:
+                    pair.up_at_decode = False
+        for client in self.clients.values():
+            if node.rank in client.open_on:
+                client.open_on.discard(node.rank)
+                if client.is_aborting:
+                    self._end_attempt(client)
+                elif not client.outcome:
+                    self._abort_attempt(client)
+        for other in self.nodes:
+            if not other.is_dead:
+                other.inbox.append((PeerDown(node.rank, node.generation), b""))
+
+    def _restart(self, rank: int) -> None:
+        node = self.nodes[rank] = self._make(rank, self.nodes[rank].generation + 1)
+        if self.roles[rank] == "decode":
+            for other in self.nodes:
+                if not other.is_dead and self.roles[other.rank] == "prefill":
+                    other.inbox.append((PeerUp(rank, node.generation, "x"), b""))
+
+
+def _can_plan(side: PrefillSide | DecodeSide) -> bool:
+    return any(sequence.planned < sequence.limit for sequence in side.schedule.running.values())
+
+
+def expect(client: Client) -> tuple[list[int], str]:
+    """The completion, made one token after the other."""
+    tokens: list[int] = []
+    while len(tokens) < client.sampling.max_tokens:
+        tokens.append(token_at(client.number, len(client.prompt) + len(tokens)))
+        if tokens[-1] == EOS:
+            return tokens, "stop"
+    return tokens, "length"

@@ -1,0 +1,84 @@
+"""What the light commands load: they must answer at once, and a head must not carry a device's libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = {"torch", "nixl", "nixl_cu13", "nixl_cu12", "textual", "safetensors", "tokenizers"}
+_RUN = """
+import json, sys
+from engine.cli import main
+code = main(sys.argv[1:])
+print("\\n" + json.dumps({"code": code, "modules": sorted({name.split(".")[0] for name in sys.modules})}))
+"""
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        env={**environment, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["version"], 0),
+        (["config", "schema"], 0),
+        (["config", "check", "--model", "tests/oracle/v41-tiny"], 0),
+        (["status", "--dir", "/nowhere/at/all"], 4),
+        (["up", "--help"], 0),
+        (["down", "--dir", "/nowhere/at/all"], 4),
+        (["up", "--device", "cuda"], 2),
+    ],
+)
+def test_light_commands_load_nothing_heavy(arguments, code):
+    done = run_python(_RUN, *arguments)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["code"] == code, done.stderr
+    assert not HEAVY & set(told["modules"])
+
+
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        ("engine.actors.head", set()),
+        ("engine.compose", set()),
+        ("engine.cli", {"trio", "numpy", "rich", "msgspec"}),
+    ],
+)
+def test_modules_of_the_head_load_no_device_library(module, more):
+    done = run_python(f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))")
+    assert done.returncode == 0, done.stderr
+    assert not (HEAVY | more) & set(done.stdout.split())
+
+
+def test_the_command_line_is_imported_in_no_time():
+    """Measured against a bare interpreter, the best of five: the machine may be busy, the code may not be slow."""
+
+    def best(code: str) -> float:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            assert run_python(code).returncode == 0
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert best("import engine.cli") - best("pass") < 0.25
+
+
+def test_the_version_is_that_of_the_package():
+    import tomllib
+
+    from engine.version import VERSION
+
+    with open("pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["version"] == VERSION

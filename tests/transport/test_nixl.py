@@ -1,0 +1,124 @@
+"""NIXL here: what the doctor says, and that an idle fabric leaves the core alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from transport import nixl_load
+from transport.errors import FabricError
+from transport.fabric import BlockRun
+from transport.nixl_fabric import is_available, nixl_status, open_nixl_fabric
+
+needs_nixl = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
+
+
+@needs_nixl
+def test_status_names_version_plugins_and_transports() -> None:
+    status = nixl_status()
+    assert status["available"] is True
+    assert status["module"].startswith("nixl")
+    assert status["version"].count(".") == 2
+    assert status["plugins"]["UCX"] == "usable"
+    assert "tcp/lo" in status["transports"]
+    assert status["errors"] == []
+
+
+def test_status_of_a_machine_without_nixl_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_load, "MODULES", ("nixl_cu99",))
+    assert not is_available()
+    with pytest.raises(ImportError, match="nixl_cu99: No module named"):
+        nixl_load.load_nixl()
+
+
+def test_status_survives_a_probe_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_load.sys, "executable", "/bin/false")
+    status = nixl_status()
+    assert status["available"] is False
+    assert "probe ended with code 1" in status["errors"][0]
+    monkeypatch.setattr(nixl_load.sys, "executable", "/nowhere/python")
+    assert "No such file" in nixl_status()["errors"][0]
+
+
+async def test_opening_without_nixl_is_a_fabric_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_load, "MODULES", ("nixl_cu99",))
+    with pytest.raises(FabricError, match="NIXL can not be imported"):
+        async with open_nixl_fabric("x"):
+            pass
+
+
+@needs_nixl
+async def test_a_backend_that_does_not_start_is_named() -> None:
+    with pytest.raises(FabricError, match=r"start the agent: nixl\w+Error"):
+        async with open_nixl_fabric("x", devices="nosuch0", tls="tcp"):
+            pass
+
+
+@needs_nixl
+async def test_an_idle_fabric_that_only_pushes_takes_no_cpu() -> None:
+    async with open_nixl_fabric("x", receives=False) as fabric:
+        memory = np.zeros(4096, np.uint8)
+        await fabric.register([BlockRun(memory.ctypes.data, 64, 64)])
+        target = await fabric.connect(fabric.describe())
+        await fabric.wait(fabric.push(target, [1], [2]))
+        await trio.sleep(0.02)  # its nap after work
+        before = time.process_time()
+        await trio.sleep(0.3)
+        assert time.process_time() - before < 0.015
+
+
+@needs_nixl
+async def test_the_thread_is_gone_after_the_block_and_starts_with_the_hook() -> None:
+    started = []
+    async with open_nixl_fabric("hooked", on_thread_start=lambda: started.append(threading.current_thread().name)):
+        assert len(started) == 1 and started[0].startswith("nixl-hooked-")
+        assert started[0] in [thread.name for thread in threading.enumerate()]
+    assert started[0] not in [thread.name for thread in threading.enumerate()]
+
+
+@needs_nixl
+async def test_memory_that_is_not_registered_is_refused() -> None:
+    async with open_nixl_fabric("a") as a, open_nixl_fabric("b") as b:
+        memory = np.zeros(8192, np.uint8)
+        for fabric in (a, b):
+            await fabric.register([BlockRun(memory.ctypes.data, 64, 64)])
+        lie = msgspec.msgpack.decode(b.describe())
+        lie[-1] = [[memory.ctypes.data, 64, 128]]
+        with pytest.raises(FabricError, match="nixlNotFoundError"):
+            await a.connect(msgspec.msgpack.encode(lie))
+        await a.connect(b.describe())
+
+
+@needs_nixl
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_bug_in_the_owner_thread_fails_everybody_and_hangs_nobody() -> None:
+    async with open_nixl_fabric("x") as fabric:
+        memory = np.zeros(4096, np.uint8)
+        await fabric.register([BlockRun(memory.ctypes.data, 64, 64)])
+        target = await fabric.connect(fabric.describe())
+        with trio.fail_after(5):
+            failed = []
+
+            async def bug() -> None:
+                with pytest.raises(FabricError, match="the owner thread failed"):
+                    await fabric._thread.call(lambda agent: {}["bug"], "bug")
+                failed.append("bug")
+
+            async def wait() -> None:
+                await trio.lowlevel.checkpoint()
+                try:
+                    await fabric.wait(fabric.push(target, [1], [2]))
+                except FabricError:
+                    failed.append("push")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(bug)
+                nursery.start_soon(wait)
+            assert "bug" in failed
+            with pytest.raises(FabricError, match="the fabric is closed"):
+                fabric.push(target, [1], [2])

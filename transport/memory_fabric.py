@@ -1,0 +1,285 @@
+"""MemoryFabric: fabrics of one process that copy between their arenas, with latency and faults. For simulation.
+
+A `MemoryWorld` stands for the wires. Time is trio's, so it is virtual under a virtual clock, and there are no threads;
+chance is the `random.Random` given, drawn in the order of pushes, so a run is a function of its seed. The bytes are
+really copied: a late or lost write corrupts the arena just as it would in a cluster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import trio
+
+from transport.background import open_background
+from transport.blocks import RUNS_LIMIT, BlockTable, Indices, count_descriptors, pair_blocks
+from transport.errors import FabricError
+from transport.fabric import BlockRun, Target, Transfer, TransferReport
+from transport.wire import unpack_struct
+
+DESCRIPTION_LIMIT = 64 << 10
+TRANSFERS_LIMIT = 4096
+
+_Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per transfer, drawn at the push; all zero is a perfect wire.
+
+    Attributes:
+        delay: it takes up to `delay_s` longer.
+        fail: `wait` raises. Whether the bytes landed before that is a coin of its own, `fail_landed`.
+        late: a transfer that fails lands all the same, up to `delay_s` *after* `wait` raised: what a writer does that
+            was stopped between its check and its write. Only a quarantine helps against it.
+        stuck: it never ends and never lands: a peer that hangs.
+    """
+
+    delay: float = 0.0
+    delay_s: float = 0.1
+    fail: float = 0.0
+    fail_landed: float = 0.5
+    late: float = 0.0
+    stuck: float = 0.0
+
+
+class _Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    engine: Literal["memory"]
+    version: Literal[1]
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    runs: Annotated[tuple[tuple[_Word, _Word, _Word], ...], msgspec.Meta(max_length=RUNS_LIMIT)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fate:
+    """What chance decided for one transfer."""
+
+    extra_s: float
+    fails: bool
+    lands: bool
+    late_s: float | None
+    stuck: bool
+
+
+class MemoryWorld:
+    """The wires between the fabrics opened in it.
+
+    Args:
+        rng: the source of all faults.
+        latency_s: from the start of sending to the last byte's arrival, beyond the time on the wire.
+        bytes_per_s: of one sender's wire; its transfers take their turns. None is infinitely fast.
+        faults: may be replaced while the world runs.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        latency_s: float = 20e-6,
+        bytes_per_s: float | None = None,
+        faults: Faults = Faults(),
+    ) -> None:
+        self.faults = faults
+        self._rng = rng
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+        self._lives: dict[str, MemoryFabric] = {}
+        self._num_lives = 0
+
+    @asynccontextmanager
+    async def open_fabric(self, name: str) -> AsyncIterator[MemoryFabric]:
+        """A member for as long as the block runs; leaving it is the death of its process: its writes stop, those to it
+        fail, and what it had in flight never lands."""
+        self._num_lives += 1
+        life = f"{name}#{self._num_lives}"
+        async with open_background() as nursery:
+            fabric = MemoryFabric(self, life, nursery)
+            self._lives[life] = fabric
+            try:
+                yield fabric
+            finally:
+                with trio.CancelScope(shield=True):
+                    await fabric.aclose()
+
+    def _draw(self) -> _Fate:
+        faults, rng = self.faults, self._rng
+        extra_s = rng.random() * faults.delay_s if rng.random() < faults.delay else 0.0
+        stuck = rng.random() < faults.stuck
+        fails = rng.random() < faults.fail
+        lands = not fails or rng.random() < faults.fail_landed
+        late_s = rng.random() * faults.delay_s if fails and rng.random() < faults.late else None
+        return _Fate(extra_s, fails, lands, late_s, stuck)
+
+
+class MemoryTarget:
+    """A peer, in one of its lives."""
+
+    def __init__(self, name: str, table: BlockTable) -> None:
+        self.name = name
+        self.table = table
+        self.forgotten = False
+
+
+class MemoryTransfer:
+    """One push."""
+
+    def __init__(self, target: MemoryTarget, ours: Indices, theirs: Indices, num_bytes: int, begun: float) -> None:
+        self.target = target
+        self.num_bytes = num_bytes
+        self.ours = ours
+        self.theirs = theirs
+        self.begun = begun
+        self.done = trio.Event()
+        self.report: TransferReport | None = None
+        self.failure: str | None = None
+
+
+class MemoryFabric:
+    """See `transport.fabric.Fabric`. Made by `MemoryWorld.open_fabric`."""
+
+    engine = "memory"
+
+    def __init__(self, world: MemoryWorld, name: str, nursery: trio.Nursery) -> None:
+        self.name = name
+        self._world = world
+        self._nursery = nursery
+        self._table: BlockTable | None = None
+        self._targets: dict[str, MemoryTarget] = {}
+        self._running: dict[MemoryTransfer, None] = {}
+        self._severed: set[str] = set()
+        self._wire_free_at = 0.0
+        self._closed = False
+
+    async def register(self, runs: Sequence[BlockRun]) -> None:
+        await trio.lowlevel.checkpoint()
+        if self._table is not None:
+            raise FabricError("memory is registered once per fabric")
+        self._table = BlockTable(runs)
+
+    def describe(self) -> bytes:
+        if self._table is None:
+            raise FabricError("describe before register")
+        runs = tuple((run.address, run.block_bytes, run.count) for run in self._table.runs)
+        return msgspec.msgpack.encode(_Description("memory", 1, self.name, runs))
+
+    async def connect(self, description: bytes) -> Target:
+        peer = _read_description(description)
+        if self._closed:
+            raise FabricError(f"{self.name}: the fabric is closed")
+        await trio.sleep(self._world._latency_s)
+        if peer.name in self._targets:
+            raise FabricError(f"{peer.name} is connected already; forget it first")
+        if peer.name not in self._world._lives:
+            raise FabricError(f"connect to {peer.name}: it is gone")
+        target = MemoryTarget(peer.name, BlockTable([BlockRun(*run) for run in peer.runs]))
+        self._targets[peer.name] = target
+        return target
+
+    def push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Transfer:
+        assert isinstance(target, MemoryTarget)
+        if self._closed:
+            raise FabricError(f"{self.name}: the fabric is closed")
+        if target.forgotten:
+            raise FabricError(f"{target.name} was forgotten")
+        if self._table is None:
+            raise FabricError("push before register")
+        if len(self._running) >= TRANSFERS_LIMIT:
+            raise FabricError(f"{len(self._running)} transfers are in flight (limit {TRANSFERS_LIMIT})")
+        ours, theirs, num_bytes = pair_blocks(self._table, target.table, local_blocks, remote_blocks)
+        transfer = MemoryTransfer(target, ours, theirs, num_bytes, trio.current_time())
+        self._running[transfer] = None
+        fate = self._world._draw()
+        on_wire_s = num_bytes / self._world._bytes_per_s if self._world._bytes_per_s else 0.0
+        self._wire_free_at = max(self._wire_free_at, transfer.begun) + on_wire_s
+        arrival = self._wire_free_at + self._world._latency_s + fate.extra_s
+        self._nursery.start_soon(self._carry, transfer, fate, arrival)
+        return transfer
+
+    async def wait(self, transfer: Transfer) -> TransferReport:
+        assert isinstance(transfer, MemoryTransfer)
+        await transfer.done.wait()
+        if transfer.report is None:
+            raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
+        return transfer.report
+
+    async def forget(self, target: Target) -> None:
+        assert isinstance(target, MemoryTarget)
+        await trio.lowlevel.checkpoint()
+        target.forgotten = True
+        for transfer in [running for running in self._running if running.target is target]:
+            self._settle(transfer, "the peer was forgotten")
+        if self._targets.get(target.name) is target:
+            del self._targets[target.name]
+
+    async def sever(self, description: bytes) -> None:
+        self._severed.add(_read_description(description).name)
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        """Ends this life; what is in flight fails and does not land. Idempotent."""
+        self._closed = True
+        self._world._lives.pop(self.name, None)
+        self._nursery.cancel_scope.cancel()
+        for transfer in list(self._running):
+            self._settle(transfer, "the fabric was closed")
+        await trio.lowlevel.checkpoint()
+
+    # ------------------------------------------------------------ the wire
+
+    async def _carry(self, transfer: MemoryTransfer, fate: _Fate, arrival: float) -> None:
+        if fate.stuck:
+            return  # only `forget` and `aclose` end it
+        await trio.sleep_until(arrival)
+        if transfer.target.name not in self._world._lives:
+            self._settle(transfer, "the peer is gone")
+            return
+        # A transfer that was forgotten meanwhile writes all the same: nothing can stop it.
+        if fate.lands:
+            self._copy(transfer)
+        self._settle(transfer, "the wire failed" if fate.fails else None)
+        if fate.late_s is not None:
+            await trio.sleep(fate.late_s)
+            self._copy(transfer)
+
+    def _copy(self, transfer: MemoryTransfer) -> None:
+        peer = self._world._lives.get(transfer.target.name)
+        if peer is None or self.name in peer._severed:
+            return
+        assert self._table is not None and peer._table is not None
+        source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
+        sizes = self._table.sizes(transfer.ours)
+        for row in np.stack([target, source, sizes], axis=1).tolist():
+            ctypes.memmove(*row)
+
+    def _settle(self, transfer: MemoryTransfer, failure: str | None) -> None:
+        if transfer.done.is_set():
+            return
+        self._running.pop(transfer, None)
+        if failure is None:
+            assert self._table is not None
+            sizes = self._table.sizes(transfer.ours)
+            ours, theirs = self._table.addresses(transfer.ours), transfer.target.table.addresses(transfer.theirs)
+            transfer.report = TransferReport(
+                num_bytes=int(sizes.sum()),
+                num_descriptors=count_descriptors(ours, theirs, sizes),
+                post_us=0,
+                transfer_us=round((trio.current_time() - transfer.begun) * 1e6),
+            )
+        transfer.failure = failure
+        transfer.done.set()
+
+
+def _read_description(description: bytes) -> _Description:
+    if len(description) > DESCRIPTION_LIMIT:
+        raise FabricError(f"description of {len(description)} bytes (limit {DESCRIPTION_LIMIT})")
+    try:
+        return unpack_struct(description, _Description)
+    except (ValueError, TypeError) as error:
+        raise FabricError(f"not a description of a memory fabric: {error}") from None

@@ -1,0 +1,270 @@
+"""AgentThread: the one thread that owns a NIXL agent, and the way to talk to it from a trio loop.
+
+Why a thread: an agent may be used by one thread only (two crash it), has no completion event of any kind, and copies
+inside its posting call; polled from the trio loop it would either block the loop or be polled too rarely. Why not
+NIXL's own progress thread: it spins a core for ever.
+
+The thread does what it is told in order, polls what is in flight, and between that rests: some 50 us while transfers
+run or ran a moment ago; a millisecond while peers may write to us, since a target has to be polled as well for UCX to
+answer them; else until it is told something. The longer transfers stay in flight without an event, the slower they are
+polled: a peer that hangs must not cost a core.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import trio
+
+from transport.errors import FabricError
+
+NAP_S = 50e-6
+AWAKE_S = 2e-3
+"""How long after the last event the thread keeps napping instead of resting."""
+REST_MS = 1
+CALL_LIMIT_S = 30.0
+"""A command waits behind whatever the thread does: at worst a posting call that copies gigabytes."""
+JOIN_LIMIT_S = 30.0
+
+_T = TypeVar("_T")
+
+
+class Work(Protocol):
+    """A transfer as the owner thread sees it. `start`, `poll` and `drop` run in the owner thread, `settle` in trio."""
+
+    def start(self, agent: Any) -> bool:
+        """Posts it; True if it is already over. An error of the library makes it failed."""
+        ...
+
+    def poll(self, agent: Any) -> bool:
+        """True if it is over."""
+        ...
+
+    def drop(self, why: str) -> None:
+        """The agent is going away; it is over."""
+        ...
+
+    def settle(self) -> None:
+        """It is over: wake who waits."""
+        ...
+
+
+class _Call:
+    """A function to run in the owner thread, and what became of it."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+        self.done = trio.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+class AgentThread:
+    """Owns one agent.
+
+    Args:
+        name: for the thread's name and for messages.
+        make_agent: makes the agent; runs in the thread.
+        errors: exception classes that the agent's calls raise.
+        receives: whether peers may write to us, so that an idle agent is polled all the same.
+    """
+
+    def __init__(
+        self, name: str, make_agent: Callable[[], Any], errors: tuple[type[Exception], ...], *, receives: bool
+    ) -> None:
+        self.name = name
+        self._make_agent = make_agent
+        self._errors = errors
+        self._receives = receives
+        self._todo: queue.SimpleQueue[_Call | Work] = queue.SimpleQueue()
+        self._now: _Call | Work | None = None
+        self._live: list[Work] = []
+        self._over: collections.deque[Work | _Call] = collections.deque()
+        self._stopping = False
+        self._ended = False
+        self._why = "the owner thread failed; its traceback is on stderr"
+        self._bell = -1
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
+
+    # ------------------------------------------------------------ called from the trio loop
+
+    async def start(self) -> None:
+        """Starts the thread and waits until the agent is made.
+
+        Raises:
+            FabricError: the agent could not be made.
+        """
+        self._token = trio.lowlevel.current_trio_token()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread.start()
+        await self.call(lambda agent: None, "start the agent")
+
+    async def call(self, fn: Callable[[Any], _T], what: str) -> _T:
+        """Runs `fn(agent)` in the thread. Cancelled, it still runs, and its result is dropped.
+
+        Raises:
+            FabricError: `fn` raised an error of the library, or the thread has ended or is stuck.
+        """
+        call = _Call(fn)
+        self._tell(call)
+        with trio.move_on_after(CALL_LIMIT_S):
+            await call.done.wait()
+        if not call.done.is_set():
+            raise FabricError(f"{self.name}: {what}: the owner thread did not answer in {CALL_LIMIT_S} s")
+        if call.error is not None:
+            raise FabricError(f"{self.name}: {what}: {describe_error(call.error)}") from call.error
+        result: _T = call.result
+        return result
+
+    def begin(self, work: Work) -> None:
+        """Hands a transfer to the thread; returns at once."""
+        self._tell(work)
+
+    async def stop(self) -> None:
+        """Ends the thread; whatever is in flight is dropped with the agent. Takes effect even if cancelled.
+
+        Raises:
+            FabricError: the thread is stuck inside the library.
+        """
+        if self._bell < 0:
+            return
+        self._stopping = True
+        self._ring()
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._thread.join, JOIN_LIMIT_S)
+        if self._thread.is_alive():
+            raise FabricError(f"{self.name}: the owner thread did not end in {JOIN_LIMIT_S} s")
+        self._settle_all()
+        os.close(self._bell)
+        self._bell = -1
+
+    def _tell(self, item: _Call | Work) -> None:
+        if self._ended or self._stopping or self._bell < 0:
+            raise FabricError(f"{self.name}: the fabric is closed")
+        self._todo.put(item)
+        self._ring()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    def _settle_all(self) -> None:
+        if self._ended:
+            self._refuse_rest()  # what was told in the very moment of the end
+        while self._over:
+            item = self._over.popleft()
+            if isinstance(item, _Call):
+                item.done.set()
+            else:
+                item.settle()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        agent = None
+        try:
+            agent = self._make_agent()
+            self._loop(agent)
+            self._why = "the fabric was closed"
+        except self._errors as error:
+            self._why = describe_error(error)
+        finally:
+            self._ended = True
+            if self._now is not None:
+                self._refuse(self._now)
+            for work in self._live:
+                self._refuse(work)
+            self._live.clear()
+            self._refuse_rest()
+            # Dropping the agent is the only way to stop a transfer; it must happen in this thread.
+            del agent
+            self._hand_over()
+
+    def _refuse_rest(self) -> None:
+        while True:
+            try:
+                self._refuse(self._todo.get_nowait())
+            except queue.Empty:
+                return
+
+    def _refuse(self, item: _Call | Work) -> None:
+        if isinstance(item, _Call):
+            item.error = FabricError(self._why)
+        else:
+            item.drop(self._why)
+        self._over.append(item)
+
+    def _loop(self, agent: Any) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        last_event = time.monotonic()
+        while not self._stopping:
+            happened = self._do_told(agent)
+            happened |= self._poll_live(agent)
+            if self._live or self._receives:
+                # Nobody sends us notifications; asking for them is what moves UCX for those who write to us.
+                happened |= bool(agent.get_new_notifs())
+            now = time.monotonic()
+            if happened:
+                self._hand_over()
+                last_event = now
+            quiet = now - last_event
+            nap = max(NAP_S, quiet / 50) if self._live or quiet < AWAKE_S else 1.0
+            if nap < REST_MS / 1e3:
+                time.sleep(nap)
+            elif poller.poll(REST_MS if self._live or self._receives else None):
+                os.eventfd_read(self._bell)
+
+    def _do_told(self, agent: Any) -> bool:
+        happened = False
+        expected: tuple[type[Exception], ...] = (*self._errors, FabricError)
+        while True:
+            try:
+                self._now = item = self._todo.get_nowait()
+            except queue.Empty:
+                return happened
+            happened = True
+            if isinstance(item, _Call):
+                try:
+                    item.result = item.fn(agent)
+                except expected as error:
+                    item.error = error
+                self._over.append(item)
+            elif item.start(agent):
+                self._over.append(item)
+            else:
+                self._live.append(item)
+            self._now = None
+
+    def _poll_live(self, agent: Any) -> bool:
+        if not self._live:
+            return False
+        running = []
+        for work in self._live:
+            if work.poll(agent):
+                self._over.append(work)
+            else:
+                running.append(work)
+        happened = len(running) < len(self._live)
+        self._live = running
+        return happened
+
+    def _hand_over(self) -> None:
+        if not self._over or self._token is None:
+            return
+        try:
+            self._token.run_sync_soon(self._settle_all, idempotent=True)
+        except trio.RunFinishedError:
+            pass  # nobody is left to be told
+
+
+def describe_error(error: Exception) -> str:
+    """The class name matters: the library's messages alone are often empty."""
+    return f"{type(error).__name__}: {error}" if not isinstance(error, FabricError) else str(error)

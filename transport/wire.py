@@ -1,0 +1,311 @@
+"""Frames: bytes to messages and back, without any I/O.
+
+A frame is a 12-byte header `<IIHBB` (meta_len, blob_len, kind, version, flags), then the *meta* (one message of
+`transport.messages` as MessagePack, at most 64 KiB), then the *blob* (raw bytes that are never parsed here).
+
+What a peer can make us spend is bounded by what it has really sent: lengths are checked against the kind's limits as
+soon as the header is there; the meta is decoded with every cap of `msgpack` set and converted into the kind's struct
+before a byte of blob is kept; a blob's buffer grows with the bytes that arrive, not with what the header claims.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import struct
+from typing import NoReturn, TypeVar
+
+import msgpack
+import msgspec
+
+from transport import messages
+from transport.errors import LocalProtocolError, RemoteProtocolError
+from transport.messages import KIND_TO_MESSAGE, MESSAGE_TO_KIND, Message
+
+HEADER = struct.Struct("<IIHBB")
+FRAME_VERSION = 1
+"""Version of the header and of the two-part body. What the messages say has `messages.PROTOCOL_VERSION`."""
+
+META_LIMIT = 64 << 10
+STR_LIMIT = 16 << 10
+"""Bytes of one string: 4,096 characters (`messages.Text`) of at most four bytes."""
+ARRAY_LIMIT = 4096
+"""Elements of one array: the longest tuple of any message."""
+
+IDS_LIMIT = 4 << 20
+"""Bytes of token ids in one blob: a million ids."""
+BLOB_LIMITS: dict[type[Message], int] = {
+    messages.Submit: IDS_LIMIT,
+    messages.StartPrefill: IDS_LIMIT,
+    messages.TokensEmitted: 1 << 20,
+    messages.PagesGranted: 1 << 20,
+    messages.PeerHello: 64 << 10,
+    messages.PeerWelcome: 64 << 10,
+}
+"""Blob bytes by message; a message that is not here has no blob."""
+_INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill})
+
+_RING_BYTES = 128 << 10
+_BLOB_FIRST_BYTES = 256 << 10
+_NO_BLOB = memoryview(b"")
+
+Buffer = bytes | bytearray | memoryview
+_S = TypeVar("_S")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One received frame. `blob` is read-only and belongs to the frame: it stays valid as long as somebody holds it."""
+
+    message: Message
+    blob: memoryview
+
+
+def _refuse_ext(code: int, data: bytes) -> NoReturn:
+    raise ValueError(f"extension type {code} is not allowed")
+
+
+def unpack_struct(data: Buffer, type_: type[_S], *, bin_limit: int = 0) -> _S:
+    """Decodes one MessagePack value into `type_`; nothing may follow it.
+
+    Args:
+        data: the bytes; the caller has checked how many.
+        type_: a msgspec struct. Its fields bound everything that msgpack's own caps do not.
+        bin_limit: bytes of one binary value; messages have none.
+
+    Raises:
+        ValueError: malformed, longer than a cap, nested too deeply, or not a `type_`.
+    """
+    raw = msgpack.unpackb(
+        data,
+        raw=False,
+        use_list=True,
+        strict_map_key=True,
+        ext_hook=_refuse_ext,
+        max_str_len=STR_LIMIT,
+        max_bin_len=bin_limit,
+        max_array_len=ARRAY_LIMIT,
+        max_map_len=0,
+        max_ext_len=0,
+    )
+    return msgspec.convert(raw, type_, strict=True)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
+    """The buffers of one frame in order: header with meta, then the blob if there is one (borrowed, not copied).
+
+    Raises:
+        LocalProtocolError: not a message of the vocabulary, or a length beyond the kind's limit.
+    """
+    cls = type(message)
+    kind = MESSAGE_TO_KIND.get(cls)
+    if kind is None:
+        raise LocalProtocolError(f"{cls.__name__} has no kind number")
+    head = bytearray(HEADER.size)
+    _encoder.encode_into(message, head, HEADER.size)
+    meta_len = len(head) - HEADER.size
+    body = memoryview(blob)
+    blob_len = body.nbytes
+    problem = _check_lengths(cls, meta_len, blob_len) or _check_blob(message, blob_len)
+    if problem:
+        raise LocalProtocolError(problem)
+    HEADER.pack_into(head, 0, meta_len, blob_len, kind, FRAME_VERSION, 0)
+    if blob_len == 0:
+        return [memoryview(head)]
+    return [memoryview(head), body.cast("B")]
+
+
+def _check_lengths(cls: type[Message], meta_len: int, blob_len: int) -> str | None:
+    if meta_len > META_LIMIT:
+        return f"{cls.__name__}: meta of {meta_len} bytes (limit {META_LIMIT})"
+    limit = BLOB_LIMITS.get(cls, 0)
+    if blob_len > limit:
+        return f"{cls.__name__}: blob of {blob_len} bytes (limit {limit})"
+    if cls in _INT32_BLOBS and blob_len % 4:
+        return f"{cls.__name__}: blob of {blob_len} bytes is not a whole number of int32"
+    return None
+
+
+def _check_blob(message: Message, blob_len: int) -> str | None:
+    """Where the message says how long its blob is, it must be: so receivers may slice without looking."""
+    if isinstance(message, messages.TokensEmitted):
+        expected = 20 * message.num_rows + 4 * message.num_tokens
+    elif isinstance(message, messages.PagesGranted):
+        expected = 4 * message.num_pages
+    else:
+        return None
+    if blob_len != expected:
+        return f"{type(message).__name__}: blob of {blob_len} bytes, but its fields say {expected}"
+    return None
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. All partial state lives here, so whoever reads may be cancelled anywhere.
+
+    Either `feed` bytes, or receive into `room()` and tell with `received(n)`, which saves a copy for large blobs.
+    Then take frames with `next()` until it gives None. After a violation the frames before it can still be taken; then
+    `next()` raises, for ever.
+    """
+
+    def __init__(self, accepts: frozenset[type[Message]]) -> None:
+        self._kind_to_message = {MESSAGE_TO_KIND[cls]: cls for cls in accepts}
+        self._ring = bytearray(_RING_BYTES)
+        self._view = memoryview(self._ring)
+        self._lo = self._hi = 0
+        # The frame being read: its class and lengths once the header is there, its message once the meta is.
+        self._cls: type[Message] | None = None
+        self._meta_len = self._blob_len = 0
+        self._message: Message | None = None
+        # A blob too large for what is left of the ring has a buffer of its own.
+        self._blob: bytearray | None = None
+        self._blob_have = 0
+        self._ready: collections.deque[Frame] = collections.deque()
+        self._violation: str | None = None
+        self._lent = self._view[:0]
+
+    @property
+    def inside_frame(self) -> bool:
+        """Whether the stream would be torn if it ended here."""
+        return self._cls is not None or self._lo != self._hi
+
+    def feed(self, data: Buffer) -> None:
+        """Takes bytes in (copies them)."""
+        rest = memoryview(data).cast("B")
+        while rest.nbytes and self._violation is None:
+            room = self.room()
+            n = min(room.nbytes, rest.nbytes)
+            room[:n] = rest[:n]
+            self.received(n)
+            rest = rest[n:]
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty. Valid until the next call of `room` or `received`."""
+        self._lent.release()  # a bytearray with a live view can not grow
+        self._lent = self._find_room()
+        return self._lent
+
+    def _find_room(self) -> memoryview:
+        if self._blob is not None:
+            if self._blob_have == len(self._blob):
+                # Doubling follows what really came: a header alone can not make us allocate its blob.
+                grow = min(self._blob_len, 2 * len(self._blob)) - len(self._blob)
+                self._blob.extend(bytes(grow))
+            return memoryview(self._blob)[self._blob_have :]
+        if self._lo == self._hi:
+            self._lo = self._hi = 0
+        elif self._lo and len(self._ring) - self._hi < len(self._ring) // 2:
+            pending = self._hi - self._lo
+            self._ring[:pending] = self._ring[self._lo : self._hi]
+            self._lo, self._hi = 0, pending
+        return self._view[self._hi :]
+
+    def received(self, n: int) -> None:
+        """`n` bytes were written to the start of `room()`."""
+        self._lent.release()
+        if self._blob is not None:
+            self._blob_have += n
+        else:
+            self._hi += n
+        try:
+            while self._violation is None and self._advance():
+                pass
+        except RemoteProtocolError as error:
+            self._violation = str(error)
+
+    def next(self) -> Frame | None:
+        """The next complete frame, or None if more bytes are needed.
+
+        Raises:
+            RemoteProtocolError: the peer broke the protocol; the connection must be dropped.
+        """
+        if self._ready:
+            return self._ready.popleft()
+        self._raise_violation()
+        return None
+
+    def take(self) -> list[Frame]:
+        """All complete frames; raises like `next()` only when there is none before the violation."""
+        if not self._ready:
+            self._raise_violation()
+        frames = list(self._ready)
+        self._ready.clear()
+        return frames
+
+    def _raise_violation(self) -> None:
+        if self._violation is not None:
+            raise RemoteProtocolError(self._violation)
+
+    def _advance(self) -> bool:
+        """One stage of one frame; False if it needs more bytes."""
+        if self._blob is not None:
+            if self._blob_have < self._blob_len:
+                return False
+            self._finish(memoryview(self._blob).toreadonly())
+            self._blob = None
+            return True
+        have = self._hi - self._lo
+        if self._cls is None:
+            if have < HEADER.size:
+                return False
+            self._read_header()
+            return True
+        if self._message is None:
+            if have < self._meta_len:
+                return False
+            self._read_meta()
+            return True
+        if have >= self._blob_len:
+            # One copy out of the ring, so that the frame outlives the ring's reuse.
+            blob = bytes(self._view[self._lo : self._lo + self._blob_len])
+            self._lo += self._blob_len
+            self._finish(memoryview(blob) if blob else _NO_BLOB)
+            return True
+        if self._blob_len <= len(self._ring) // 4:
+            return False  # small: wait for the rest in the ring
+        self._blob = bytearray(max(have, min(self._blob_len, _BLOB_FIRST_BYTES)))
+        self._blob[:have] = self._view[self._lo : self._hi]
+        self._blob_have = have
+        self._lo = self._hi = 0
+        return False
+
+    def _read_header(self) -> None:
+        meta_len, blob_len, kind, version, flags = HEADER.unpack_from(self._ring, self._lo)
+        if version != FRAME_VERSION or flags != 0:
+            raise RemoteProtocolError(
+                f"frame version {version}, flags {flags}: this side speaks version {FRAME_VERSION}, flags 0"
+            )
+        cls = self._kind_to_message.get(kind)
+        if cls is None:
+            known = KIND_TO_MESSAGE.get(kind)
+            name = f" ({known.__name__})" if known else ""
+            raise RemoteProtocolError(f"kind {kind}{name} is not accepted on this link")
+        problem = _check_lengths(cls, meta_len, blob_len)
+        if problem:
+            raise RemoteProtocolError(f"kind {kind}, {problem}")
+        self._lo += HEADER.size
+        self._cls, self._meta_len, self._blob_len = cls, meta_len, blob_len
+
+    def _read_meta(self) -> None:
+        cls = self._cls
+        assert cls is not None
+        meta = self._view[self._lo : self._lo + self._meta_len]
+        try:
+            message = unpack_struct(meta, cls)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RemoteProtocolError(
+                f"kind {MESSAGE_TO_KIND[cls]}, {cls.__name__}: bad meta of {self._meta_len} bytes"
+                f" (limit {META_LIMIT}): {type(error).__name__}: {str(error)[:200]}"
+            ) from None
+        problem = _check_blob(message, self._blob_len)
+        if problem:
+            raise RemoteProtocolError(f"kind {MESSAGE_TO_KIND[cls]}, {problem}")
+        self._lo += self._meta_len
+        self._message = message
+
+    def _finish(self, blob: memoryview) -> None:
+        assert self._message is not None
+        self._ready.append(Frame(self._message, blob))
+        self._cls = self._message = None
