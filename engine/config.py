@@ -37,6 +37,8 @@ class Limits:
     """Sequences in one decode step of a rank."""
     prefill_chunk_tokens: int = 512
     """Ids in one prefill step of a rank; a whole number of pages."""
+    prefill_prompts: int = 1
+    """Prompts with a chunk in one prefill step. The CPU device computes chunks one after another: more only delays."""
     link_out_bytes: int = 64 << 20
     """Bytes queued for one connection before it counts as stuck."""
     link_stall_s: float = 10.0

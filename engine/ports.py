@@ -1,7 +1,7 @@
 """The seams of a rank: the Device protocol, and RankPorts, all that a rank is given.
 
-`engine.cli` fills RankPorts with the real things, `engine.sim.world` with simulated ones; `actors.rank.run_rank` can not
-tell the difference. Bulk bytes have their own seam, `transport.fabric.Fabric`.
+`engine.compose` fills RankPorts with the real things, `engine.sim.world` with simulated ones; `actors.rank.run_rank`
+can not tell the difference. Bulk bytes have their own seam, `transport.fabric.Fabric`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def main(path: str, prompts: str | None = None) -> int:
         print(f"\n## {record['custom_id']}")
         print(text_of(record["response"]["body"]).strip())
         print(
-            f"   [prefill rank {at['prefill_rank']} -> {at['pushed_bytes']:,} bytes pushed -> decode rank {at['decode_rank']};"
-            f" first token {at['ttft_ms']:.0f} ms, total {at['total_ms']:.0f} ms]"
+            f"   [prefill rank {at['prefill_rank']} -> {at['pushed_bytes']:,} bytes pushed ->"
+            f" decode rank {at['decode_rank']}; first token {at['ttft_ms']:.0f} ms, total {at['total_ms']:.0f} ms]"
         )
     return 0
 

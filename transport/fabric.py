@@ -1,9 +1,9 @@
 """The seam for bulk bytes: one-sided pushes of blocks from this process's arena into a peer's.
 
 A *block table* numbers everything a process can send or receive: run after run of equally sized blocks (a rank has two
-runs, its pages and then its state slabs). A push names local and remote block numbers pairwise; blocks of a pair must have
-the same size. Neighbouring blocks with neighbouring targets merge into one write where the engine can do it, so callers
-keep runs in order.
+runs, its pages and then its state slabs). A push names local and remote block numbers pairwise; blocks of a pair must
+have the same size. Neighbouring blocks with neighbouring targets merge into one write where the engine can do it, so
+callers keep runs in order.
 
 There is no abort: a transfer that was started writes until it ends. `wait` with a deadline gives up *waiting*; whoever
 owns the memory keeps both sides tainted (see docs/protocol.md, quarantine). There are no notifications either: the

@@ -5,10 +5,10 @@ message (its *meta*), and a raw *blob* whose layout the message's docstring stat
 little-endian int32, and never become Python lists on the way. Kind numbers are never reused. This file owns the
 vocabulary; `wire` owns the bytes.
 
-Identities: `request` is a number. A client picks it, unique on its connection; the head gives each accepted request a
-number of its own before it tells ranks, so on rank links `request` is unique in the cluster. `attempt` counts from 1 and
-tells a retry's messages from those of the try before. `rank` is the rank's index in the cluster, `generation` counts its
-process's lives from 1.
+Identities: `request` is a number. A client picks it, unique on its connection; the head gives each accepted request
+a number of its own before it tells ranks, so on rank links `request` is unique in the cluster. `attempt` counts from 1
+and tells a retry's messages from those of the try before. `rank` is the rank's index in the cluster, `generation`
+counts its process's lives from 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unk
     """Base of all messages: positional on the wire, so fields are only ever appended."""
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True):
     """How to choose tokens. `temperature` 0 is greedy. Draws are a function of (seed, position) alone."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
@@ -47,8 +47,8 @@ class Sampling(Message):
     stop_ids: Annotated[tuple[U31, ...], msgspec.Meta(max_length=64)] = ()
 
 
-class Timings(Message):
-    """What a request's stages took on the engine's side, microseconds (monotonic clocks of the process that measured)."""
+class Timings(Message, frozen=True):
+    """What a request's stages took on the engine's side, in microseconds of the process that measured."""
 
     queue_us: U53 = 0
     """Accepted by the head until the first prefill chunk was submitted."""
@@ -63,14 +63,14 @@ class Timings(Message):
 # ---------------------------------------------------------------- client (front, batch) <-> head
 
 
-class ClientHello(Message):
+class ClientHello(Message, frozen=True):
     """First message of a client. `name` is for logs."""
 
     version: U31
     name: Name
 
 
-class HeadHello(Message):
+class HeadHello(Message, frozen=True):
     """The head's answer: what a client needs to know before it submits."""
 
     version: U31
@@ -85,7 +85,7 @@ class HeadHello(Message):
     """Requests that one client may have unfinished; one more is answered by RequestFailed(queue_full)."""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """A prompt to complete. Blob: int32[num_ids], the prompt's ids and then the `generated` ids of earlier attempts."""
 
     request: U53
@@ -99,13 +99,13 @@ class Submit(Message):
     """The caller's name for it (custom id, HTTP request id), for logs and screens."""
 
 
-class CancelRequest(Message):
+class CancelRequest(Message, frozen=True):
     """Stop it wherever it is. Answered by RequestFailed(cancelled), or by the RequestFinished that overtook it."""
 
     request: U53
 
 
-class TokensEmitted(Message):
+class TokensEmitted(Message, frozen=True):
     """One frame per decode step with the tokens of all its rows (head to client: the rows of that client).
 
     Blob: int64 request[num_rows], int32 attempt[num_rows], int32 index[num_rows] (place of the row's first token in the
@@ -117,7 +117,7 @@ class TokensEmitted(Message):
     num_tokens: U31
 
 
-class RequestFinished(Message):
+class RequestFinished(Message, frozen=True):
     """All its tokens were emitted before this message."""
 
     request: U53
@@ -143,7 +143,7 @@ FailureCode = Literal[
 ]
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True):
     """It ended without an answer. `definite`: no token follows. `retryable`: the same submission may succeed later."""
 
     request: U53
@@ -159,7 +159,7 @@ class RequestFailed(Message):
 Role = Literal["prefill", "decode"]
 
 
-class RankHello(Message):
+class RankHello(Message, frozen=True):
     """A rank's first message, sent once its process runs and before it loads anything."""
 
     version: U31
@@ -170,7 +170,7 @@ class RankHello(Message):
     config_digest: Name
 
 
-class RankStarting(Message):
+class RankStarting(Message, frozen=True):
     """Progress of a start-up phase (`weights`, `arena`, `fabric`, `warmup`)."""
 
     phase: Name
@@ -179,7 +179,7 @@ class RankStarting(Message):
     unit: Name
 
 
-class RankReady(Message):
+class RankReady(Message, frozen=True):
     """It can take requests. `address` is where a decode rank listens for prefill ranks (empty on prefill ranks)."""
 
     rank: U31
@@ -194,7 +194,7 @@ class RankReady(Message):
     device: Name
 
 
-class PeerUp(Message):
+class PeerUp(Message, frozen=True):
     """Head to prefill rank: decode rank `rank` serves at `address`. Dial it."""
 
     rank: U31
@@ -202,15 +202,15 @@ class PeerUp(Message):
     address: Name
 
 
-class PeerDown(Message):
+class PeerDown(Message, frozen=True):
     """Head to rank: that process is *confirmed* dead (its pidfd fired): what it could write, it can write no more."""
 
     rank: U31
     generation: U31
 
 
-class StartPrefill(Message):
-    """Head to prefill rank. Blob: int32[num_ids], prompt and already generated ids. Waits for the decode rank's grant."""
+class StartPrefill(Message, frozen=True):
+    """Head to prefill rank. Blob: int32[num_ids], prompt and generated ids. Waits for the decode rank's grant."""
 
     request: U53
     attempt: U31
@@ -222,7 +222,7 @@ class StartPrefill(Message):
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
 
 
-class ReservePages(Message):
+class ReservePages(Message, frozen=True):
     """Head to decode rank: room for a request whose prompt `prefill_rank` computes. No ids, only lengths."""
 
     request: U53
@@ -235,25 +235,25 @@ class ReservePages(Message):
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Head to rank: give the request up. Always answered by RequestAborted, also when the rank does not know it."""
 
     request: U53
     attempt: U31
 
 
-class RequestAborted(Message):
+class RequestAborted(Message, frozen=True):
     """Rank to head: nothing of it is emitted after this."""
 
     request: U53
     attempt: U31
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Head to rank: finish what you have, then stop. Answered by end of stream."""
 
 
-class RankSnapshot(Message):
+class RankSnapshot(Message, frozen=True):
     """A rank's state, newest wins, a few times a second."""
 
     rank: U31
@@ -286,8 +286,8 @@ class RankSnapshot(Message):
 # ---------------------------------------------------------------- prefill rank <-> decode rank (one stream per pair)
 
 
-class PeerHello(Message):
-    """Prefill rank's first message on the pair stream. Blob: its fabric's description (opaque to all but the fabric)."""
+class PeerHello(Message, frozen=True):
+    """Prefill rank's first message on the pair stream. Blob: its fabric's description (opaque to others)."""
 
     version: U31
     rank: U31
@@ -296,8 +296,8 @@ class PeerHello(Message):
     """Same record format, page size, ring sizes: else the decode rank answers with an error and closes."""
 
 
-class PeerWelcome(Message):
-    """Decode rank's answer. Blob: its fabric's description. `num_pages` places slabs behind pages in its block table."""
+class PeerWelcome(Message, frozen=True):
+    """Decode rank's answer. Blob: its fabric's description. In its block table slabs come after `num_pages` pages."""
 
     version: U31
     rank: U31
@@ -307,8 +307,8 @@ class PeerWelcome(Message):
     num_slabs: U31
 
 
-class PagesGranted(Message):
-    """Decode to prefill: the epoch's pages may be written until EpochEnded. Blob: int32[num_pages] page ids in order."""
+class PagesGranted(Message, frozen=True):
+    """Decode to prefill: these pages may be written until EpochEnded. Blob: int32[num_pages] page ids in order."""
 
     request: U53
     attempt: U31
@@ -318,7 +318,7 @@ class PagesGranted(Message):
     num_pages: U31
 
 
-class PagesPushed(Message):
+class PagesPushed(Message, frozen=True):
     """Prefill to decode: WRITE done for pages [first, first + count) of the grant."""
 
     request: U53
@@ -328,8 +328,8 @@ class PagesPushed(Message):
     num_bytes: U53
 
 
-class PrefillCommitted(Message):
-    """Prefill to decode: all pages and the slab are written; here is the first token. Ends the epoch (see EpochEnded)."""
+class PrefillCommitted(Message, frozen=True):
+    """Prefill to decode: all pages and the slab are written; here is the first token. Also ends the epoch."""
 
     request: U53
     epoch: U53
@@ -342,14 +342,14 @@ class PrefillCommitted(Message):
     timings: Timings
 
 
-class EpochEnded(Message):
-    """Prefill to decode: no WRITE of this epoch is in flight and none will start. The only word that ends a quarantine."""
+class EpochEnded(Message, frozen=True):
+    """Prefill to decode: no WRITE of this epoch is in flight and none will start, so its quarantine is over."""
 
     request: U53
     epoch: U53
 
 
-class GrantRevoked(Message):
+class GrantRevoked(Message, frozen=True):
     """Decode to prefill: stop writing to the epoch; answer with EpochEnded once nothing is in flight."""
 
     request: U53
@@ -359,11 +359,11 @@ class GrantRevoked(Message):
 # ---------------------------------------------------------------- operators (status, down) <-> head
 
 
-class AskStatus(Message):
+class AskStatus(Message, frozen=True):
     """Reads only. Answered by StatusReport."""
 
 
-class RankStatus(Message):
+class RankStatus(Message, frozen=True):
     """One rank as the head sees it. `state`: starting, ready, draining, lost, restarting."""
 
     rank: U31
@@ -378,7 +378,7 @@ class RankStatus(Message):
     snapshot: RankSnapshot | None
 
 
-class StatusReport(Message):
+class StatusReport(Message, frozen=True):
     """The cluster at one moment. `ready` is what `/ready` will say; `reasons` says why not."""
 
     version: U31
@@ -395,20 +395,20 @@ class StatusReport(Message):
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(max_length=4096)]
 
 
-class Shutdown(Message):
-    """Admin socket only. `drain_ms` 0 stops at once. Answered by ShutdownAccepted, then end of stream when all is gone."""
+class Shutdown(Message, frozen=True):
+    """Admin socket only. `drain_ms` 0 stops at once. Answered by ShutdownAccepted, then by the end of the stream."""
 
     drain_ms: U53
     reason: Text
 
 
-class ShutdownAccepted(Message):
+class ShutdownAccepted(Message, frozen=True):
     """The head stops taking requests now."""
 
     running: U31
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """An answer to anything that is not allowed on this link or in this state."""
 
     message: Text
@@ -449,13 +449,15 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
 MESSAGE_TO_KIND: dict[type[Message], int] = {message: kind for kind, message in KIND_TO_MESSAGE.items()}
 
 # What each link's reader accepts; anything else is a RemoteProtocolError.
-HEAD_FROM_CLIENT = frozenset({ClientHello, Submit, CancelRequest})
-CLIENT_FROM_HEAD = frozenset({HeadHello, TokensEmitted, RequestFinished, RequestFailed, Refused})
-HEAD_FROM_RANK = frozenset(
+HEAD_FROM_CLIENT: frozenset[type[Message]] = frozenset({ClientHello, Submit, CancelRequest})
+CLIENT_FROM_HEAD: frozenset[type[Message]] = frozenset(
+    {HeadHello, TokensEmitted, RequestFinished, RequestFailed, Refused}
+)
+HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
     {RankHello, RankStarting, RankReady, RankSnapshot, TokensEmitted, RequestFinished, RequestFailed, RequestAborted}
 )
-RANK_FROM_HEAD = frozenset({PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain})
-DECODE_FROM_PREFILL = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})
-PREFILL_FROM_DECODE = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
-HEAD_FROM_OPERATOR = frozenset({AskStatus, Shutdown})
-OPERATOR_FROM_HEAD = frozenset({StatusReport, ShutdownAccepted, Refused})
+RANK_FROM_HEAD: frozenset[type[Message]] = frozenset({PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain})
+DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})
+PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
+HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset({AskStatus, Shutdown})
+OPERATOR_FROM_HEAD: frozenset[type[Message]] = frozenset({StatusReport, ShutdownAccepted, Refused})

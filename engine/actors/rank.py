@@ -218,6 +218,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
             page_tokens=info.page_tokens,
             rows=limits.decode_rows,
             eos_ids=frozenset(info.eos_ids),
+            prompts=limits.prefill_prompts,
         ),
     )
 

@@ -31,12 +31,15 @@ class StepLimits:
         chunk_tokens: prompt ids; a whole number of pages.
         page_tokens: ids in a page.
         rows: decode rows.
+        prompts: prompts with a chunk in it. A device that computes chunks one after another gains nothing from more
+            than one, and the first prompt's token would wait for the last prompt.
     """
 
     chunk_tokens: int
     page_tokens: int
     rows: int
     eos_ids: frozenset[int]
+    prompts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
 def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[PrefillChunk, ...]:
     chunks: list[PrefillChunk] = []
     budget = limits.chunk_tokens
-    while state.prompts:
+    while state.prompts and len(chunks) < limits.prompts:
         prompt = state.prompts[0]
         left = prompt.num_ids - prompt.planned
         # Only a prompt's last chunk may end inside a page: a later one would start there, and a page is pushed once.

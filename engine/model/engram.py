@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
@@ -127,9 +128,19 @@ def _is_prime(number: int) -> bool:
 
 
 def load_tables(directory: Path, shape: ModelShape) -> EngramTables | None:
-    """Constants of the checkpoint in `directory`, or None for a model without a memory."""
+    """Constants of the checkpoint in `directory`, or None for a model without a memory.
+
+    A checkpoint may carry the folding that it was trained with (`engram.safetensors`, `token_map` int32[vocab]);
+    without that file the vocabulary of `tokenizer.json` is folded by the vendor's rule.
+    """
     if shape.engram is None:
         return None
+    carried = Path(directory) / "engram.safetensors"
+    if carried.exists():
+        with safe_open(carried, framework="pt") as file:
+            if "token_map" not in file.keys():  # noqa: SIM118 - not a dict
+                raise ConfigError(f"{carried} has no tensor `token_map`")
+            return engram_tables(shape, file.get_tensor("token_map"))
     return engram_tables(shape, fold_tokenizer(Path(directory) / "tokenizer.json", shape.vocab_size))
 
 

@@ -46,7 +46,7 @@ from transport.messages import (
 from transport.stream import FrameStream, run_link
 from transport.wire import Frame
 
-LIMITS = Limits(prefill_chunk_tokens=32, decode_rows=4, link_stall_s=5.0)
+LIMITS = Limits(prefill_chunk_tokens=32, prefill_prompts=3, decode_rows=4, link_stall_s=5.0)
 
 
 class MemoryListener(trio.abc.Listener[trio.abc.Stream]):

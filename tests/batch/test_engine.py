@@ -1,12 +1,11 @@
-"""`engine batch` with the real thing: its own head, ranks, fabric and a tiny checkpoint; ranks killed on the way."""
+"""`engine batch` with the real thing: its own head, ranks, fabric and the bundled model; ranks killed on the way."""
 
 from __future__ import annotations
 
-import json
+import collections
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,25 +14,9 @@ from typing import Any
 import pytest
 import trio
 
+from tests.batch.hostile import make_lines
 from tests.batch.process import ENVIRONMENT, ROOT, wait_until
 from tests.batch.rig import read_records, write_lines
-
-ORACLE = ROOT / "tests" / "oracle" / "v41-tiny"
-FOLDED_CLASSES = 259
-"""What the bundled tokenizer's first 288 ids fold to; the oracle's own count belongs to another tokenizer."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The oracle's checkpoint beside the bundled tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    for name in ("model.safetensors", "engram.safetensors"):
-        shutil.copy(ORACLE / name, directory)
-    shutil.copy(ROOT / "engine" / "nano" / "tokenizer.json", directory)
-    config = json.loads((ORACLE / "config.json").read_text())
-    config["text_config"]["engram_compressed_vocab_size"] = FOLDED_CLASSES
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def make_prompts(count: int, max_tokens: int) -> list[dict[str, Any]]:
@@ -41,7 +24,7 @@ def make_prompts(count: int, max_tokens: int) -> list[dict[str, Any]]:
     return [
         {
             "custom_id": f"r{place}",
-            "prompt": [rng.randrange(66, 280) for _ in range(rng.randrange(2, 120))],
+            "prompt": [rng.randrange(66, 2000) for _ in range(rng.randrange(2, 120))],
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": 0 if place % 2 else 0.8,
@@ -51,9 +34,9 @@ def make_prompts(count: int, max_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def command(tmp_path: Path, model: Path, output: str, *more: str) -> list[str]:
+def command(tmp_path: Path, output: str, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "engine", "batch", "--model", str(model)),
+        *(sys.executable, "-m", "engine", "batch"),
         *("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / output), *more),
     ]
 
@@ -78,11 +61,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def test_a_killed_rank_changes_no_answer(tmp_path: Path, model: Path) -> None:
+async def test_a_killed_rank_changes_no_answer(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", make_prompts(24, 40))
     with trio.fail_after(120):
         calm = await trio.run_process(
-            command(tmp_path, model, "calm.jsonl"), env=ENVIRONMENT, cwd=ROOT, capture_stderr=True, check=False
+            command(tmp_path, "calm.jsonl"), env=ENVIRONMENT, cwd=ROOT, capture_stderr=True, check=False
         )
     assert calm.returncode == 0, calm.stderr.decode()
     wanted = texts(tmp_path / "calm.jsonl")
@@ -94,7 +77,7 @@ async def test_a_killed_rank_changes_no_answer(tmp_path: Path, model: Path) -> N
         assert engine["completion_tokens"] == 40
     with (tmp_path / "stderr.txt").open("wb") as stderr:
         process = await trio.lowlevel.open_process(
-            command(tmp_path, model, "torn.jsonl", "--retry", "5", "-v"),
+            command(tmp_path, "torn.jsonl", "--retry", "5", "-v"),
             env=ENVIRONMENT,
             cwd=ROOT,
             stderr=stderr.fileno(),
@@ -117,11 +100,11 @@ async def test_a_killed_rank_changes_no_answer(tmp_path: Path, model: Path) -> N
     assert max(record["engine"]["attempts"] for record in read_records(tmp_path / "torn.jsonl")) > 1
 
 
-async def test_a_killed_head_stops_the_run_and_resume_ends_it(tmp_path: Path, model: Path) -> None:
+async def test_a_killed_head_stops_the_run_and_resume_ends_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", make_prompts(40, 20))
     with (tmp_path / "stderr.txt").open("wb") as stderr:
         process = await trio.lowlevel.open_process(
-            command(tmp_path, model, "out.jsonl", "-v"), env=ENVIRONMENT, cwd=ROOT, stderr=stderr.fileno()
+            command(tmp_path, "out.jsonl", "-v"), env=ENVIRONMENT, cwd=ROOT, stderr=stderr.fileno()
         )
     with trio.fail_after(120):
         out = tmp_path / "out.jsonl"
@@ -139,8 +122,37 @@ async def test_a_killed_head_stops_the_run_and_resume_ends_it(tmp_path: Path, mo
     assert 0 < len(before) < 40
     with trio.fail_after(120):
         again = await trio.run_process(
-            command(tmp_path, model, "out.jsonl", "--resume"), env=ENVIRONMENT, cwd=ROOT, check=False
+            command(tmp_path, "out.jsonl", "--resume"), env=ENVIRONMENT, cwd=ROOT, check=False
         )
     assert again.returncode == 0
     after = texts(out)
     assert len(after) == 40 and before.items() <= after.items()
+
+
+@pytest.mark.slow
+async def test_two_thousand_hostile_lines_meet_their_fate(tmp_path: Path) -> None:
+    lines = make_lines(2000, 0.35, 7, max_model_tokens=8192)
+    write_lines(tmp_path / "in.jsonl", [line.data for line in lines])
+    with trio.fail_after(300):
+        done = await trio.run_process(
+            command(tmp_path, "out.jsonl", "--default", "max_tokens=8"), env=ENVIRONMENT, cwd=ROOT, check=False
+        )
+    assert done.returncode == 1
+    records = read_records(tmp_path / "out.jsonl") + read_records(tmp_path / "out.errors.jsonl")
+    fates = [(record["custom_id"], record["error"]["type"] if record["error"] else "answer") for record in records]
+    wanted = [(line.custom_id, line.fate) for line in lines if line.fate != "blank"]
+    assert collections.Counter(fates) == collections.Counter(wanted)
+
+
+async def test_the_example_prompts_are_answered(tmp_path: Path) -> None:
+    arguments = [*command(tmp_path, "out.jsonl"), "--default", "max_tokens=16", "--default", "temperature=0"]
+    arguments[arguments.index("-i") + 1] = str(ROOT / "examples" / "prompts.jsonl")
+    with trio.fail_after(120):
+        done = await trio.run_process(arguments, env=ENVIRONMENT, cwd=ROOT, check=False)
+    assert done.returncode == 0
+    answers = {record["custom_id"]: record for record in read_records(tmp_path / "out.jsonl")}
+    assert len(answers) == 12
+    for record in answers.values():
+        assert record["engine"]["pushed_bytes"] > 0 and record["engine"]["ttft_ms"] > 0
+    thought = answers["thinking"]["response"]["body"]["choices"][0]["message"]
+    assert thought["reasoning_content"]

@@ -130,7 +130,7 @@ class Cluster:
             max_model_tokens=1000,
             max_waiting=1000,
             grant_us=10_000_000,
-            step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS})),
+            step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS}), prompts=3),
         )
         kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
         return Node(rank, generation, kind(sizes))

@@ -91,7 +91,7 @@ def test_rows_make_every_token_once_and_stop_at_the_first_end(seed: int) -> None
 def test_chunks_cover_every_prompt_once_in_order_and_in_whole_pages(seed: int) -> None:
     rng = random.Random(seed)
     page_tokens = rng.choice((4, 8))
-    limits = StepLimits(page_tokens * rng.randrange(1, 6), page_tokens, 4, frozenset())
+    limits = StepLimits(page_tokens * rng.randrange(1, 6), page_tokens, 4, frozenset(), prompts=rng.randrange(1, 5))
     state = Schedule()
     prompts = []
     for number in range(10):
@@ -108,6 +108,7 @@ def test_chunks_cover_every_prompt_once_in_order_and_in_whole_pages(seed: int) -
         plan = plan_step(state, limits) if len(submitted) < 2 else None
         if plan is not None:
             assert sum(chunk.num_tokens for chunk in plan.chunks) <= limits.chunk_tokens
+            assert len(plan.chunks) <= limits.prompts
             for chunk in plan.chunks:
                 assert chunk.start % page_tokens == 0 and chunk.start == len(seen[chunk.request])
                 seen[chunk.request] += memoryview(bytes(chunk.tokens)).cast("i").tolist()
@@ -115,8 +116,8 @@ def test_chunks_cover_every_prompt_once_in_order_and_in_whole_pages(seed: int) -
                 assert (chunk.sample is not None) == is_last
                 assert is_last or chunk.num_tokens % page_tokens == 0
                 order.append(chunk.request)
-            if state.prompts:
-                # A step is left unfilled only by less than a page.
+            if state.prompts and len(plan.chunks) < limits.prompts:
+                # A step that could hold another prompt is left unfilled only by less than a page.
                 used = sum(chunk.num_tokens for chunk in plan.chunks)
                 assert limits.chunk_tokens - used < page_tokens
             submitted.append(plan)

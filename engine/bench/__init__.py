@@ -1,0 +1,1 @@
+"""Measures the engine: `forward` the model's step alone, `serve` the whole path; `record` is what a run leaves."""

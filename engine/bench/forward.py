@@ -1,0 +1,222 @@
+"""Forward: the model's step alone, in this process, with no runtime around it.
+
+This is the time that serving adds to: the same weights, arena and sampling as a rank's device, sequences that were
+really prefilled (random ids, so that experts and selections differ from row to row), one thread, no event loop. A
+sample runs `steps` consecutive decode steps from the same context on, so positions are those of a served run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import trio
+
+from engine.bench.record import percentile, spread
+from engine.config import ClusterConfig
+from engine.core.request import count_pages
+from engine.errors import ConfigError
+from engine.model.device import open_torch_device
+from engine.model.rows import RowBatch
+from engine.model.sampling import sample_tokens
+from engine.model.transformer import PagedTransformer
+from engine.ports import DeviceInfo
+from transport.messages import Sampling
+
+FIRST_ID = 16
+"""Lower ids are the vocabulary's special tokens; prompts of this bench have none."""
+GREEDY = Sampling(ignore_eos=True)
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCase:
+    """`rows` sequences of `context` ids each, decoded for `steps` steps."""
+
+    rows: int
+    context: int
+    steps: int
+
+
+def make_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Random ids, the same for the same arguments."""
+    chance = random.Random(seed)
+    return [[chance.randrange(min(FIRST_ID, vocab_size - 1), vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+class BareModel:
+    """The model over an arena of its own, driven step by step."""
+
+    def __init__(self, model: PagedTransformer, info: DeviceInfo) -> None:
+        self.info = info
+        self._model = model
+
+    def run_steps(self, case: StepCase, seed: int) -> list[float]:
+        """Prefills the case's sequences and decodes them; milliseconds of each step.
+
+        Raises:
+            ConfigError: the case does not fit the arena.
+        """
+        tables = self._place(case)
+        slabs = np.arange(case.rows)
+        prompts = make_prompts(case.rows, case.context, self.info.vocab_size, seed)
+        tokens = np.array([self._prefill(row, prompt, tables[row]) for row, prompt in enumerate(prompts)])
+        settings = [GREEDY] * case.rows
+        times: list[float] = []
+        with quiet_garbage():
+            for step in range(case.steps):
+                began = time.perf_counter_ns()
+                positions = np.full(case.rows, case.context + step)
+                logits = self._model.forward(RowBatch(slabs, positions, tokens[:, None], tables))
+                tokens = sample_tokens(logits, settings, (positions + 1).tolist(), self.info.eos_ids)
+                times.append((time.perf_counter_ns() - began) / 1e6)
+        return times
+
+    def run_prefill(self, length: int, chunk: int, seed: int) -> float:
+        """Milliseconds of a whole prompt, in chunks as a rank computes them.
+
+        Raises:
+            ConfigError: it does not fit the arena.
+        """
+        tables = self._place(StepCase(1, length, 1))
+        (prompt,) = make_prompts(1, length, self.info.vocab_size, seed)
+        with quiet_garbage():
+            began = time.perf_counter_ns()
+            self._prefill(0, prompt, tables[0], chunk)
+            return (time.perf_counter_ns() - began) / 1e6
+
+    def _place(self, case: StepCase) -> Ints:
+        """Page tables int64[rows, pages]: sequences one after the other."""
+        info = self.info
+        need = case.context + case.steps
+        pages = count_pages(need, info.page_tokens)
+        if need > info.max_model_tokens:
+            raise ConfigError(f"{need} tokens are more than max_model_tokens ({info.max_model_tokens})")
+        if case.rows > info.num_slabs or case.rows * pages > info.num_pages:
+            raise ConfigError(
+                f"{case.rows} rows of {need} tokens need {case.rows} slabs and {case.rows * pages} pages; the arena has "
+                f"{info.num_slabs} and {info.num_pages} (--set num_slabs=, num_pages=)"
+            )
+        return np.arange(case.rows * pages).reshape(case.rows, pages)
+
+    def _prefill(self, slab: int, prompt: Sequence[int], table: Ints, chunk: int = 0) -> int:
+        ids = np.array(prompt, np.int64)
+        size = min(chunk or self._model.max_chunk, self._model.max_chunk)
+        token = 0
+        for low in range(0, len(ids), size):
+            part = ids[None, low : low + size]
+            is_last = low + size >= len(ids)
+            batch = RowBatch(np.array([slab]), np.array([low]), part, table[None])
+            wanted = [part.shape[1] - 1] if is_last else []
+            logits = self._model.forward_prompt(batch, last=is_last, wanted=wanted)
+            if is_last:
+                token = int(sample_tokens(logits, [GREEDY], [len(ids)], self.info.eos_ids)[0])
+        return token
+
+
+@contextmanager
+def quiet_garbage() -> Iterator[None]:
+    """As in a rank, no collection in the middle of a measurement."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def open_bare_model(config: ClusterConfig) -> BareModel:
+    """Loads the model as the first decode rank would. Blocks for seconds.
+
+    Raises:
+        ConfigError: the checkpoint can not be used.
+    """
+    rank_config = config.rank_config(config.decode.ranks[0])
+
+    async def load() -> BareModel:
+        device = await open_torch_device(rank_config, lambda *_: None)
+        await device.aclose()  # its thread; the model stays
+        return BareModel(device.model, device.info)
+
+    bare = trio.run(load)
+    torch.set_num_threads(max(1, config.threads))
+    return bare
+
+
+def measure_forward(
+    bare: BareModel,
+    cases: Sequence[StepCase],
+    prefills: Sequence[int],
+    *,
+    samples: int,
+    chunk: int,
+    seed: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """All cases, `samples` times in turn, so that a disturbance of the machine meets all of them.
+
+    Args:
+        prefills: prompt lengths.
+        chunk: ids of a prefill chunk.
+        tell: gets a line of progress per measurement.
+
+    Returns:
+        `runs` and `summary` of a record.
+    """
+    runs: list[dict[str, Any]] = []
+    for case in cases:
+        bare.run_steps(dataclasses.replace(case, steps=min(case.steps, 3)), seed)  # first calls allocate
+    for sample in range(samples):
+        for case in cases:
+            times = bare.run_steps(case, seed)
+            runs.append(
+                {
+                    **dataclasses.asdict(case),
+                    "kind": "decode",
+                    "sample": sample,
+                    "step_ms_median": round(statistics.median(times), 4),
+                    "step_ms_min": round(min(times), 4),
+                    "step_ms_max": round(max(times), 4),
+                    "step_ms_p99": round(percentile(times, 0.99), 4),
+                    "step_ms_mean": round(statistics.fmean(times), 4),
+                }
+            )
+            tell(f"forward {case.rows} rows at {case.context}: {runs[-1]['step_ms_median']:.2f} ms a step")
+        for length in prefills:
+            spent_ms = bare.run_prefill(length, chunk, seed)
+            runs.append({"kind": "prefill", "sample": sample, "tokens": length, "prefill_ms": round(spent_ms, 4)})
+            tell(f"prefill of {length}: {length / spent_ms * 1e3:.0f} tokens/s")
+    return {"runs": runs, "summary": summarise_forward(runs)}
+
+
+def summarise_forward(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Per row count the medians of samples with their spread, the smallest step of all, and prefill rates."""
+    decode: list[dict[str, Any]] = []
+    for rows, context in sorted({(run["rows"], run["context"]) for run in runs if run["kind"] == "decode"}):
+        mine = [run for run in runs if (run.get("rows"), run.get("context")) == (rows, context)]
+        step_ms = spread([run["step_ms_median"] for run in mine])
+        decode.append(
+            {
+                "rows": rows,
+                "context": context,
+                "step_ms": step_ms,
+                "step_ms_least": min(run["step_ms_min"] for run in mine),
+                "step_ms_most": max(run["step_ms_max"] for run in mine),
+                "tokens_per_s": round(rows * 1e3 / step_ms["median"], 1),
+            }
+        )
+    prefill: list[dict[str, Any]] = []
+    for tokens in sorted({run["tokens"] for run in runs if run["kind"] == "prefill"}):
+        rates = [tokens * 1e3 / run["prefill_ms"] for run in runs if run.get("tokens") == tokens]
+        prefill.append({"tokens": tokens, "tokens_per_s": spread(rates)})
+    return {"decode": decode, "prefill": prefill}
