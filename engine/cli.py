@@ -4,7 +4,7 @@ stdout carries data, stderr talks to people. Imports are inside the commands: `e
 `version` must answer before anybody notices, so neither torch nor NIXL nor the head's parts may be loaded for them.
 
 Exit codes: 0 done; 1 done, but some checks failed; 2 usage or configuration; 3 stopped early, can be resumed; 4 daemon
-not reachable or not ready in time; 5 refused; 6 threshold missed; 70 a bug of ours; 130 second Ctrl-C.
+not reachable or not ready in time, or a rank that died too often; 5 refused; 70 a bug of ours; 130 second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ DOWN_MARGIN_S = 30.0
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LAZY = {"batch": ("engine.batch_cli", "Run a JSONL file of requests and write a JSONL file of answers.")}
+_LAZY = {
+    "batch": ("engine.batch_cli", "Run a JSONL file of requests and write a JSONL file of answers."),
+    "bench": ("engine.bench_cli", "Measure the model's step alone, or the whole path beside it."),
+    "simulate": ("engine.simulate_cli", "Run a cluster on virtual time, with faults, and check its every promise."),
+}
 """Commands that bring much with them: module (attribute of the same name) and the line for the list of commands."""
 
 
@@ -317,12 +321,17 @@ def version(as_json: bool) -> int:
 @cli.command(hidden=True)
 @click.option("--control", type=int, required=True)
 @click.option("--given", type=int, required=True)
-def rank(control: int, given: int) -> int:
+def rank(control: int, given: int) -> None:
     """The process of one rank; started by the engine."""
     from engine import compose
     from engine.spawn import take_bytes
 
-    return compose.run_rank_process(control, json.loads(take_bytes(given)))
+    code = compose.run_rank_process(control, json.loads(take_bytes(given)))
+    # Everything is closed. Taking an interpreter with torch down takes seconds on a busy machine; the supervisor would
+    # end this process before and never learn the code.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _runtime(config_file: str | None, directory: str | None) -> str:

@@ -235,9 +235,11 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
         try:
             await run_rank(ports, RankIdentity(rank=rank, generation=given["generation"], config=config))
         finally:
-            nursery.cancel_scope.cancel()
             if listener is not None:
-                await trio.aclose_forcefully(listener)
+                # Shielded, and before the nursery is cancelled: a Cancelled from here would replace the rank's error.
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(listener)
+            nursery.cancel_scope.cancel()
 
 
 async def _hold_fabric(

@@ -32,7 +32,7 @@ class Limits:
     clients: int = 64
     """Connections to the head's request socket."""
     rank_waiting: int = 512
-    """Requests that the head lets wait on one rank; the rest wait in the head."""
+    """Requests that the head gives to one rank at a time, running or waiting there; the rest wait in the head."""
     decode_rows: int = 32
     """Sequences in one decode step of a rank."""
     prefill_chunk_tokens: int = 512
@@ -40,7 +40,7 @@ class Limits:
     prefill_prompts: int = 1
     """Prompts with a chunk in one prefill step. The CPU device computes chunks one after another: more only delays."""
     link_out_bytes: int = 64 << 20
-    """Bytes queued for one connection before it counts as stuck."""
+    """Bytes queued for one connection; one that needs more is dropped."""
     link_stall_s: float = 10.0
     """A peer that does not read for so long is gone."""
     start_s: float = 300.0
@@ -48,13 +48,13 @@ class Limits:
     step_s: float = 60.0
     """One device step. Longer: the device counts as stuck."""
     grant_s: float = 60.0
-    """Decode rank: grant given to first page pushed or commit."""
+    """Decode rank: a request without a link to its prefill rank, or a grant without any news of that rank."""
     transfer_s: float = 30.0
-    """One WRITE."""
+    """One WRITE. Longer: its request fails, and the pair stream is made anew."""
     abort_s: float = 5.0
-    """Abort sent to RequestAborted."""
+    """Abort sent to RequestAborted; then the client is told without it."""
     quarantined_pages: float = 0.5
-    """Share of a decode rank's pages in quarantine at which the writer is killed."""
+    """Share of a decode rank's pages, or of its slabs, in quarantine at which a writer that owes an end has to go."""
     snapshot_s: float = 0.25
     """Between two snapshots of a rank."""
     heartbeat_s: float = 5.0
@@ -62,10 +62,11 @@ class Limits:
     restarts: int = 3
     """Restarts of one rank within `restart_window_s`; one more ends the cluster."""
     restart_window_s: float = 60.0
+    """What `restarts` counts over."""
     restart_pause_s: float = 0.1
     """First pause before a restart; doubles up to 5 s."""
     drain_s: float = 60.0
-    """Default of `engine down --drain`."""
+    """For running requests after the first signal to a head. `engine down` has an option of its own."""
     stop_s: float = 5.0
     """Drain sent to a rank until its process is gone; then it is killed."""
     progress_s: float = 12.0
@@ -76,8 +77,8 @@ class Limits:
 class RankConfig:
     """What one rank process needs, derived from ClusterConfig; equal inputs give equal digests on every rank.
 
-    Sizes: `page_tokens` tokens per page; `arena_bytes` 0 means "as many pages as `decode_rows` sequences of
-    `max_model_tokens` need, within a quarter of the machine's memory".
+    `num_pages` 0 asks for as many pages as `decode_rows` sequences of `max_model_tokens` need, within a quarter of the
+    machine's memory; `num_slabs` 0 for two slabs per row.
     """
 
     role: Literal["prefill", "decode"]

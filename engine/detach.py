@@ -45,6 +45,7 @@ def start_daemon(config: ClusterConfig, ready_within_s: float | None) -> int:
                         if head.head_pid == process.pid:
                             return
                 await trio.sleep(0.02)
+            raise EngineError(f"the engine ended with code {process.returncode} as it started")
         raise EngineError(f"the head does not answer within {ANSWER_S:g} s")
 
     try:

@@ -66,10 +66,18 @@ KEYS: tuple[Key, ...] = (
     Key("cluster", "text", "engine", "Name of the cluster, for people."),
     Key("model", "path", NANO, "Directory of a checkpoint (config.json, *.safetensors), or nano, the bundled one."),
     Key("pools.prefill.ranks", "ranks", 1, "Ranks that compute prompts: a count, or ranges such as 0-7,12."),
-    Key("pools.prefill.group", "count", 1, "Ranks that share one expert placement.", least=1),
+    Key(
+        "pools.prefill.group", "count", 1, "Ranks that share one expert placement; this version takes 1 only.", least=1
+    ),
     Key("pools.decode.ranks", "ranks", 1, "Ranks that generate tokens: a count, or ranges such as 0-7,12."),
-    Key("pools.decode.group", "count", 1, "Ranks that share one expert placement.", least=1),
-    Key("device", "choice", "cpu", "Kind of device of a rank.", choices=("cpu", "cuda", "sim")),
+    Key("pools.decode.group", "count", 1, "Ranks that share one expert placement; this version takes 1 only.", least=1),
+    Key(
+        "device",
+        "choice",
+        "cpu",
+        "Kind of device of a rank; this version takes cpu only.",
+        choices=("cpu", "cuda", "sim"),
+    ),
     Key(
         "fabric",
         "choice",

@@ -4,7 +4,7 @@ An event is a stable dotted name (`rank.ready`) with fields; names and fields ar
 is never written. Warnings and errors that repeat word for word within `REPEAT_S` are counted and the count is told with
 the next one, so a fault that comes a thousand times a second costs one line.
 
-Text: `14:02:31.204 d17  INFO  rank.ready generation=2 took=0.74s`.
+Text: `14:02:31.204 head INFO    rank.ready rank=17 role=decode generation=2 took_s=0.74`; a `msg` follows after ` | `.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ can not tell the difference. Bulk bytes have their own seam, `transport.fabric.F
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -88,6 +89,38 @@ class Device(Protocol):
 StreamHandler = Callable[[trio.abc.Stream], Awaitable[None]]
 
 
+def read_rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostProcess:
+    """The process that a rank lives in.
+
+    Attributes:
+        pid: its number.
+        is_own: the rank is alone in it, and may decide when garbage is collected.
+        read_rss_bytes: its resident memory.
+    """
+
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    is_own: bool = True
+    read_rss_bytes: Callable[[], int] = read_rss_bytes
+
+
+class Audited(Protocol):
+    """A side of the hand-off that can count its memory: DecodeSide or PrefillSide."""
+
+    def check(self) -> None:
+        """Raises LocalProtocolError unless every page and slab is accounted for."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPorts:
     """All that a rank is given.
@@ -100,6 +133,8 @@ class RankPorts:
         peer_listener: decode ranks accept prefill ranks here; None on prefill ranks.
         peer_address: what `dial` of another rank needs to reach `peer_listener`.
         dial: opens a stream to a decode rank's address.
+        process: the process around it.
+        audit: called after every turn of the step loop with the rank's side; for runs that watch its invariants.
     """
 
     head: trio.abc.Stream
@@ -108,6 +143,8 @@ class RankPorts:
     peer_listener: trio.abc.Listener[trio.abc.Stream] | None
     peer_address: str
     dial: Callable[[str], Awaitable[trio.abc.Stream]]
+    process: HostProcess = dataclasses.field(default_factory=HostProcess)
+    audit: Callable[[Audited], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class SpawnedRank:
-    """A running rank process; implements `engine.actors.supervisor.RankProcess`."""
+    """A running rank process; implements `engine.actors.processes.RankProcess`."""
 
     def __init__(
         self,

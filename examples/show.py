@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 
@@ -20,7 +21,7 @@ def main(path: str, prompts: str | None = None) -> int:
             continue
         at = record["engine"]
         print(f"\n## {record['custom_id']}")
-        print(text_of(record["response"]["body"]).strip())
+        print(textwrap.indent(text_of(record["response"]["body"]).strip(), "    "))
         print(
             f"   [prefill rank {at['prefill_rank']} -> {at['pushed_bytes']:,} bytes pushed ->"
             f" decode rank {at['decode_rank']}; first token {at['ttft_ms']:.0f} ms, total {at['total_ms']:.0f} ms]"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
@@ -87,6 +87,8 @@ class MemoryWorld:
         faults: Faults = Faults(),
     ) -> None:
         self.faults = faults
+        self.on_landing: Callable[[str, str, Sequence[int]], None] | None = None
+        """Called just before bytes land, with the names of writer and target and the target's block numbers."""
         self._rng = rng
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
@@ -156,6 +158,8 @@ class MemoryFabric:
         self._severed: set[str] = set()
         self._wire_free_at = 0.0
         self._closed = False
+        self.stopped_until = 0.0
+        """Until then its process is stopped: what it would write lands when it goes on."""
 
     async def register(self, runs: Sequence[BlockRun]) -> None:
         await trio.lowlevel.checkpoint()
@@ -209,6 +213,9 @@ class MemoryFabric:
             raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
         return transfer.report
 
+    def expect(self, writes: bool) -> None:
+        """Nothing here is polled."""
+
     async def forget(self, target: Target) -> None:
         assert isinstance(target, MemoryTarget)
         await trio.lowlevel.checkpoint()
@@ -224,19 +231,23 @@ class MemoryFabric:
 
     async def aclose(self) -> None:
         """Ends this life; what is in flight fails and does not land. Idempotent."""
+        self.end()
+        await trio.lowlevel.checkpoint()
+
+    def end(self) -> None:
+        """The same in no time: the death of its process."""
         self._closed = True
         self._world._lives.pop(self.name, None)
         self._nursery.cancel_scope.cancel()
         for transfer in list(self._running):
             self._settle(transfer, "the fabric was closed")
-        await trio.lowlevel.checkpoint()
 
     # ------------------------------------------------------------ the wire
 
     async def _carry(self, transfer: MemoryTransfer, fate: _Fate, arrival: float) -> None:
         if fate.stuck:
             return  # only `forget` and `aclose` end it
-        await trio.sleep_until(arrival)
+        await self._sleep_until(arrival)
         if transfer.target.name not in self._world._lives:
             self._settle(transfer, "the peer is gone")
             return
@@ -245,14 +256,21 @@ class MemoryFabric:
             self._copy(transfer)
         self._settle(transfer, "the wire failed" if fate.fails else None)
         if fate.late_s is not None:
-            await trio.sleep(fate.late_s)
+            await self._sleep_until(trio.current_time() + fate.late_s)
             self._copy(transfer)
+
+    async def _sleep_until(self, when: float) -> None:
+        await trio.sleep_until(when)
+        if self.stopped_until > trio.current_time():
+            await trio.sleep_until(self.stopped_until)
 
     def _copy(self, transfer: MemoryTransfer) -> None:
         peer = self._world._lives.get(transfer.target.name)
         if peer is None or self.name in peer._severed:
             return
         assert self._table is not None and peer._table is not None
+        if self._world.on_landing is not None:
+            self._world.on_landing(self.name, peer.name, transfer.theirs.tolist())
         source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
         sizes = self._table.sizes(transfer.ours)
         for row in np.stack([target, source, sizes], axis=1).tolist():

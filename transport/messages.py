@@ -56,8 +56,6 @@ class Timings(Message, frozen=True):
     """First chunk submitted until the last chunk's result."""
     push_us: U53 = 0
     """Last chunk's result until the last WRITE was done."""
-    handoff_us: U53 = 0
-    """Last chunk's result until the decode rank's first step for it was awaited; 0 if it needed none."""
 
 
 # ---------------------------------------------------------------- client (front, batch) <-> head
@@ -117,14 +115,13 @@ class TokensEmitted(Message, frozen=True):
     num_tokens: U31
 
 
-class RequestFinished(Message, frozen=True):
-    """All its tokens were emitted before this message."""
+class RequestStarted(Message, frozen=True):
+    """Its prompt is computed and its KV is on the decode rank. Sent before the first token of each attempt, so that
+    what a requester ends by itself (a stop string) has its account too."""
 
     request: U53
     attempt: U31
-    reason: FinishReason
     prompt_tokens: U31
-    completion_tokens: U31
     cached_tokens: U31
     prefill_rank: U31
     decode_rank: U31
@@ -135,6 +132,17 @@ class RequestFinished(Message, frozen=True):
     post_us: U53
     """Time inside the posting calls of these transfers."""
     timings: Timings
+
+
+class RequestFinished(Message, frozen=True):
+    """All its tokens were emitted before this message; RequestStarted told the rest of its account."""
+
+    request: U53
+    attempt: U31
+    reason: FinishReason
+    completion_tokens: U31
+    handoff_us: U53
+    """Last prefill chunk's result until the decode rank's first step for it was awaited; 0 if it needed none."""
 
 
 FailureCode = Literal[
@@ -281,6 +289,19 @@ class RankSnapshot(Message, frozen=True):
     loop_lag_us_p50: U53
     loop_lag_us_p99: U53
     rss_bytes: U53
+    device_us_p99: U53 = 0
+    step_us_sum: U53 = 0
+    """All finished steps of this life added up; with `step` and `device_us_sum` it gives means over any stretch."""
+    device_us_sum: U53 = 0
+
+
+class WriterOverdue(Message, frozen=True):
+    """Decode rank to head: what this prefill process was granted stays in quarantine, and the memory is needed. Only
+    its death frees it."""
+
+    rank: U31
+    generation: U31
+    pages: U31
 
 
 # ---------------------------------------------------------------- prefill rank <-> decode rank (one stream per pair)
@@ -393,6 +414,8 @@ class StatusReport(Message, frozen=True):
     finished: U53
     failed: U53
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(max_length=4096)]
+    cancelled: U53 = 0
+    """Ended by their clients, as at a stop string; not among `failed`."""
 
 
 class Shutdown(Message, frozen=True):
@@ -422,6 +445,7 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     5: TokensEmitted,
     6: RequestFinished,
     7: RequestFailed,
+    8: RequestStarted,
     20: RankHello,
     21: RankStarting,
     22: RankReady,
@@ -433,6 +457,7 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     28: RequestAborted,
     29: Drain,
     30: RankSnapshot,
+    31: WriterOverdue,
     40: PeerHello,
     41: PeerWelcome,
     42: PagesGranted,
@@ -451,10 +476,13 @@ MESSAGE_TO_KIND: dict[type[Message], int] = {message: kind for kind, message in 
 # What each link's reader accepts; anything else is a RemoteProtocolError.
 HEAD_FROM_CLIENT: frozenset[type[Message]] = frozenset({ClientHello, Submit, CancelRequest})
 CLIENT_FROM_HEAD: frozenset[type[Message]] = frozenset(
-    {HeadHello, TokensEmitted, RequestFinished, RequestFailed, Refused}
+    {HeadHello, RequestStarted, TokensEmitted, RequestFinished, RequestFailed, Refused}
 )
 HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
-    {RankHello, RankStarting, RankReady, RankSnapshot, TokensEmitted, RequestFinished, RequestFailed, RequestAborted}
+    {
+        *(RankHello, RankStarting, RankReady, RankSnapshot, WriterOverdue),
+        *(RequestStarted, TokensEmitted, RequestFinished, RequestFailed, RequestAborted),
+    }
 )
 RANK_FROM_HEAD: frozenset[type[Message]] = frozenset({PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain})
 DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})

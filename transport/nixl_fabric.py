@@ -70,6 +70,10 @@ class NixlTransfer:
         self._theirs = theirs
         self._handle: Any = None
 
+    @property
+    def door(self) -> str:
+        return self.target.name
+
     def start(self, agent: Any) -> bool:
         try:
             self._handle = agent.make_prepped_xfer(
@@ -213,6 +217,9 @@ class NixlFabric:
             raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
         return transfer.report
 
+    def expect(self, writes: bool) -> None:
+        self._thread.expect(writes)
+
     async def forget(self, target: Target) -> None:
         assert isinstance(target, NixlTarget)
         if target.forgotten:
@@ -292,7 +299,8 @@ async def open_nixl_fabric(
         tls: one UCX transport to force (`tcp`); None lets UCX choose (shared memory copies within a host).
         user_timeout_s: seconds after which TCP gives a silent host up.
         device: None for host memory, else the CUDA device that the arena is on.
-        receives: whether peers push to us. An idle fabric that receives is polled once a millisecond.
+        receives: whether peers push to us. An idle fabric that receives is polled: when a peer on this host has to wait
+            for it, and now and then.
         on_thread_start: runs first in the owner thread: select the CUDA device here, before any NIXL call.
 
     Raises:

@@ -21,7 +21,7 @@ import trio
 
 from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
 from transport import messages
-from transport.messages import HeadHello, RequestFailed, RequestFinished, Sampling
+from transport.messages import HeadHello, RequestFailed, RequestFinished, RequestStarted, Sampling
 from transport.stream import FrameStream, run_link
 from transport.wire import Frame
 
@@ -45,6 +45,7 @@ class Row:
         attempt: submissions so far.
         submitted_at, first_token_at, last_token_at: trio times of the latest submission and of tokens; 0.0 before.
         order: place of the latest submission among all submissions of the connection.
+        started: the engine's account of the latest attempt that got so far; there once a token is.
     """
 
     prompt: bytes
@@ -58,6 +59,7 @@ class Row:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     order: int = 0
+    started: RequestStarted | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -182,6 +184,10 @@ class HeadClient:
             match frame.message:
                 case messages.TokensEmitted() as fact:
                     self._take_tokens(fact, frame.blob)
+                case RequestStarted() as fact:
+                    row = self._find_row(fact.request, fact.attempt)
+                    if row is not None:
+                        row.started = fact
                 case RequestFinished() as fact:
                     row = self._take_row(fact.request, fact.attempt)
                     if row is not None:
@@ -201,13 +207,17 @@ class HeadClient:
                     raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
 
     def _take_row(self, request: int, attempt: int) -> Row | None:
+        row = self._find_row(request, attempt)
+        return None if row is None else self._rows.pop(request)
+
+    def _find_row(self, request: int, attempt: int) -> Row | None:
         row = self._rows.get(request)
         if row is None:
             self._check_issued(request)
             return None
         if row.attempt != attempt:
             raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, the head says {attempt}")
-        return self._rows.pop(request)
+        return row
 
     def _check_issued(self, request: int) -> None:
         if request > self._numbers:
@@ -236,6 +246,8 @@ class HeadClient:
                 continue
             if attempt != row.attempt:
                 raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, tokens say {attempt}")
+            if row.started is None or row.started.attempt != attempt:
+                raise RemoteProtocolError(f"request {request}: tokens came before its start")
             if index != len(row.generated):
                 raise RemoteProtocolError(
                     f"request {request}: token {index} came where token {len(row.generated)} was next"

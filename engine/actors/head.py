@@ -112,6 +112,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             running=router.num_running,
             finished=router.num_finished,
             failed=router.num_failed,
+            cancelled=router.num_cancelled,
             ranks=supervisor.rank_statuses(),
         )
 
@@ -167,7 +168,8 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             router.fail_all("the engine is shutting down")
             await supervisor.stop()
             nursery.cancel_scope.cancel()
-        log_event(logger, "info", "head.gone", finished=router.num_finished, failed=router.num_failed)
+        counts = {"finished": router.num_finished, "cancelled": router.num_cancelled, "failed": router.num_failed}
+        log_event(logger, "info", "head.gone", **counts)
         operators.cancel_scope.cancel()
     return stop.signals
 

@@ -53,9 +53,10 @@ class LinkLost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Dialling a decode rank was given up."""
+    """Dialling a decode rank was given up; `why` is what ended the last try."""
 
     rank: int
+    why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -144,13 +144,13 @@ async def run_dialler(
 
     async def keep(up: PeerUp, scope: trio.CancelScope) -> None:
         with scope:
-            failures = 0
+            failures, why = 0, ""
             while failures < DIAL_TRIES:
-                welcomed = await _dial_once(up, dial, fabric, settings, inbox, links)
+                welcomed, why = await _dial_once(up, dial, fabric, settings, inbox, links)
                 failures = 0 if welcomed else failures + 1
                 await trio.sleep(min(DIAL_PAUSE_S * 2**failures, DIAL_PAUSE_MAX_S))
-            log_event(logger, "warning", "link.unreachable", rank=up.rank, address=up.address, tries=failures)
-            inbox.put(Unreachable(up.rank))
+            log_event(logger, "warning", "link.unreachable", rank=up.rank, address=up.address, tries=failures, msg=why)
+            inbox.put(Unreachable(up.rank, why))
 
     async with trio.open_nursery() as nursery:
         async for order in orders:
@@ -171,9 +171,11 @@ async def _dial_once(
     settings: PairSettings,
     inbox: Inbox,
     links: Links,
-) -> bool:
-    """One life of a pair stream, from dialling until its target is forgotten. Says whether it was welcomed."""
+) -> tuple[bool, str]:
+    """One life of a pair stream, from dialling until its target is forgotten. Says whether it was welcomed, and why it
+    ended."""
     greeted: Link | None = None
+    why = ""
 
     async def accept(frame: Frame, scope: trio.CancelScope) -> Link:
         nonlocal greeted
@@ -199,20 +201,21 @@ async def _dial_once(
                 frames.post(hello, fabric.describe())
                 await _talk(frames, accept, settings, inbox, links)
         except (OSError, trio.TooSlowError, EngineError) as error:
-            log_event(logger, "info", "link.end", rank=up.rank, address=up.address, msg=str(error))
+            why = str(error) or f"no answer within {settings.stall_s:g} s"
+            log_event(logger, "info", "link.end", rank=up.rank, address=up.address, msg=why)
         if greeted is not None:
             # Forgetting a target does not stop its transfers, but would make them look ended: a live decode rank could
             # be told so and reuse memory that is still written. So only their end, or its death, goes on from here.
             with trio.move_on_after(settings.stall_s) as patience:
                 await greeted.wait_quiet()
             if patience.cancelled_caught:
-                inbox.put(Unreachable(up.rank))
+                inbox.put(Unreachable(up.rank, f"its link ended ({why}) while writes to it were in flight"))
                 await greeted.wait_quiet()
     finally:
         if greeted is not None and greeted.target is not None:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + FORGET_S):
                 await fabric.forget(greeted.target)
-    return greeted is not None
+    return greeted is not None, why
 
 
 async def _talk(

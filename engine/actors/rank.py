@@ -8,7 +8,6 @@ rank whose head is gone does not load to the end.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +18,7 @@ from engine.actors.links import Links
 from engine.actors.pair import Callers, PairSettings, run_dialler, serve_pairs
 from engine.actors.push import run_push
 from engine.actors.report import run_lag, run_report
-from engine.actors.step import QUEUED_STEPS, Side, run_step, run_waiter
+from engine.actors.step import QUEUED_STEPS, Garbage, Side, run_step, run_waiter
 from engine.core.decode import DecodeSide
 from engine.core.effects import StartPush
 from engine.core.prefill import PrefillSide
@@ -71,7 +70,7 @@ async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
         rank=identity.rank,
         generation=identity.generation,
         role=config.role,
-        pid=os.getpid(),
+        pid=ports.process.pid,
         config_digest=config.config_digest,
     )
     head.post(hello)
@@ -126,7 +125,7 @@ async def _serve(
     try:
         fabric = await ports.open_fabric()
         await fabric.register(device.block_runs())
-        with _tended_garbage():
+        with _tended_garbage(ports.process.is_own):
             await _run_side(ports, identity, head, inbox, callers, orders, device, fabric)
     finally:
         with trio.CancelScope(shield=True):
@@ -188,13 +187,18 @@ async def _run_side(
                 generation=identity.generation,
                 snapshot_s=limits.snapshot_s,
                 step_s=limits.step_s,
+                read_rss_bytes=ports.process.read_rss_bytes,
             )
 
         head.post(_ready(identity, info, fabric, ports.peer_address))
         nursery.start_soon(report)
-        nursery.start_soon(run_lag, meters)
+        if ports.process.is_own:  # else the lag is not this rank's
+            nursery.start_soon(run_lag, meters)
         nursery.start_soon(run_waiter, device, tickets, inbox)
-        await run_step(side, device, head, inbox, links, send_ticket, send_push, meters)
+        garbage = Garbage(is_own=ports.process.is_own)
+        await run_step(
+            side, device, head, inbox, links, send_ticket, send_push, meters, garbage, fabric.expect, ports.audit
+        )
         nursery.cancel_scope.cancel()
 
 
@@ -213,6 +217,9 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
         max_model_tokens=min(info.max_model_tokens, identity.config.max_model_tokens),
         max_waiting=limits.rank_waiting,
         grant_us=int(limits.grant_s * 1e6),
+        quarantine_share=limits.quarantined_pages,
+        cap_us=int(limits.abort_s * 1e6),
+        room_us=int(limits.transfer_s * 1e6),
         step=StepLimits(
             chunk_tokens=limits.prefill_chunk_tokens,
             page_tokens=info.page_tokens,
@@ -239,8 +246,11 @@ def _ready(identity: RankIdentity, info: DeviceInfo, fabric: Fabric, address: st
 
 
 @contextmanager
-def _tended_garbage() -> Iterator[None]:
+def _tended_garbage(is_own: bool) -> Iterator[None]:
     """What was loaded is never looked at again by the collector, which from here on runs only when the loop says so."""
+    if not is_own:
+        yield
+        return
     gc.collect()
     gc.freeze()
     gc.disable()

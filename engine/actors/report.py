@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import trio
@@ -27,6 +26,7 @@ async def run_report(
     generation: int,
     snapshot_s: float,
     step_s: float,
+    read_rss_bytes: Callable[[], int],
 ) -> None:
     """Posts a snapshot every `snapshot_s`; a step that is not done after `step_s` is reported as a failed device."""
     while True:
@@ -47,12 +47,3 @@ async def run_lag(meters: Meters) -> None:
         due = trio.current_time() + LAG_PERIOD_S
         await trio.sleep_until(due)
         meters.loop_lag_us.add(int((trio.current_time() - due) * 1e6))
-
-
-def read_rss_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

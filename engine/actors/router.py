@@ -29,7 +29,7 @@ from engine.actors.admission import check_submission
 from engine.actors.rows import RowTable
 from engine.actors.seats import Client, Entry, Part, Seat
 from engine.core.backlog import Backlog
-from engine.core.routing import Pair, can_ever_hold, choose_pair
+from engine.core.routing import BrokenPairs, Pair, can_ever_hold, choose_pair
 from engine.errors import RemoteProtocolError, RequestRefused
 from engine.log import log_event
 from transport.messages import (
@@ -41,6 +41,7 @@ from transport.messages import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     ReservePages,
     Role,
     StartPrefill,
@@ -79,12 +80,14 @@ class Router:
         self._clients: dict[int, Client] = {}
         self._seats: dict[int, Seat] = {}
         self._next_client = 1
+        self._broken = BrokenPairs()
         self._backlog: Backlog[Entry] = Backlog(max_requests=limits.queue_requests, max_ids=limits.queue_prompt_tokens)
         self._idle = trio.Event()
         self._idle.set()
         self.is_draining = False
         self.num_finished = 0
         self.num_failed = 0
+        self.num_cancelled = 0
 
     # ------------------------------------------------------------ what others may know
 
@@ -222,6 +225,8 @@ class Router:
             message = frame.message
             if isinstance(message, TokensEmitted):
                 self._forward(message, frame.blob)
+            elif isinstance(message, RequestStarted):
+                self._started(rank, message)
             elif isinstance(message, RequestFinished):
                 self._finished(rank, message)
             elif isinstance(message, RequestFailed):
@@ -237,6 +242,7 @@ class Router:
         seat = self._seats.pop(rank, None)
         if seat is None:
             return
+        self._broken.forget(rank)
         for number in list(seat.parts):
             entry = self._entries[number]
             seat.release(number)
@@ -248,29 +254,38 @@ class Router:
         self._dispatch()
 
     def _forward(self, message: TokensEmitted, blob: bytes | memoryview) -> None:
-        split = self._rows.split(message, blob)
-        for number in split.first_numbers:
-            # Its first token comes from the prefill rank's commit, so that rank has done its part.
-            entry = self._entries[number]
-            if entry.prefill is not None:
-                self._release(entry, entry.prefill)
-        for key, part, columns in split.parts:
+        for key, part, columns in self._rows.split(message, blob).parts:
             self._clients[key].tell(part, columns)
+
+    def _started(self, rank: int, message: RequestStarted) -> None:
+        entry = self._lookup(rank, message.request, message.attempt)
+        if entry is None:
+            return
+        entry.started = message
+        if entry.prefill is not None and entry.prefill not in entry.awaited:
+            self._release(entry, entry.prefill)  # it has done its part
+        if entry.client is not None:
+            entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
 
     def _finished(self, rank: int, message: RequestFinished) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None:
             return
+        started = entry.started
+        if started is None:
+            raise RemoteProtocolError(f"request {message.request} finished without a start")
         if entry.client is not None:
             self.num_finished += 1
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
-            self._log_finish(entry, message)
+            self._log_finish(entry, started, message)
         self._remove(entry)
 
     def _failed(self, rank: int, message: RequestFailed) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None or entry.is_aborting:
             return  # an aborting request ends by RequestAborted, which always comes
+        if message.code in ("rank_lost", "transfer_failed") and entry.prefill is not None and entry.decode is not None:
+            self._broken.mark(entry.prefill, entry.decode, trio.current_time())
         self._release(entry, rank)
         self._fail(entry, message.code, f"rank {rank}: {message.message}", retryable=message.retryable)
 
@@ -342,6 +357,7 @@ class Router:
                 num_ids=entry.num_ids,
                 max_tokens_total=entry.max_length,
                 rank_waiting=self._limits.rank_waiting,
+                broken=self._broken.current(trio.current_time()),
             )
             if pair is None:
                 return
@@ -389,7 +405,9 @@ class Router:
         if client is None:
             return
         self._forget_client(entry)
-        self.num_failed += 1
+        is_cancelled = code == "cancelled"  # which the client asked for, so it is no failure
+        self.num_cancelled += is_cancelled
+        self.num_failed += not is_cancelled
         submit = entry.submit
         client.tell(
             RequestFailed(
@@ -404,10 +422,10 @@ class Router:
         log_event(
             logger,
             "info",
-            "request.fail",
+            "request.cancel" if is_cancelled else "request.fail",
             request=entry.number,
             label=submit.label or None,
-            code=code,
+            code=None if is_cancelled else code,
             msg=message,
             prefill_rank=entry.prefill,
             decode_rank=entry.decode,
@@ -459,8 +477,8 @@ class Router:
         if not self._entries:
             self._idle.set()
 
-    def _log_finish(self, entry: Entry, message: RequestFinished) -> None:
-        timings = message.timings
+    def _log_finish(self, entry: Entry, started: RequestStarted, message: RequestFinished) -> None:
+        timings = started.timings
         log_event(
             logger,
             "info",
@@ -468,17 +486,17 @@ class Router:
             request=entry.number,
             label=entry.submit.label or None,
             reason=message.reason,
-            prompt=message.prompt_tokens,
-            cached=message.cached_tokens,
+            prompt=started.prompt_tokens,
+            cached=started.cached_tokens,
             out=message.completion_tokens,
             total_ms=(trio.current_time() - entry.queued_at) * 1e3,
             queue_ms=timings.queue_us / 1e3,
             prefill_ms=timings.prefill_us / 1e3,
             push_ms=timings.push_us / 1e3,
-            handoff_ms=timings.handoff_us / 1e3,
-            prefill_rank=message.prefill_rank,
-            decode_rank=message.decode_rank,
-            pushed_bytes=message.pushed_bytes,
+            handoff_ms=message.handoff_us / 1e3,
+            prefill_rank=started.prefill_rank,
+            decode_rank=started.decode_rank,
+            pushed_bytes=started.pushed_bytes,
         )
 
 

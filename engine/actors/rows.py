@@ -27,12 +27,10 @@ class Split:
 
     Attributes:
         parts: per client (its key), the message and blob to send.
-        first_numbers: requests whose first row of this attempt came with it.
         dropped_rows: rows of requests that ended before.
     """
 
     parts: list[tuple[int, TokensEmitted, bytes]]
-    first_numbers: list[int]
     dropped_rows: int
 
 
@@ -44,7 +42,6 @@ class RowTable:
         self._attempt = np.zeros(capacity, np.int32)
         self._request = np.zeros(capacity, np.int64)
         self._client = np.zeros(capacity, np.int64)
-        self._unseen = np.zeros(capacity, np.bool_)
         self._free = list(range(capacity - 1, -1, -1))
         self._life = 0
 
@@ -59,7 +56,6 @@ class RowTable:
         self._attempt[slot] = attempt
         self._request[slot] = request
         self._client[slot] = client
-        self._unseen[slot] = True
         return number
 
     def mute(self, number: int) -> None:
@@ -92,9 +88,6 @@ class RowTable:
         if not known.all():
             raise RemoteProtocolError("TokensEmitted names a request that the head never numbered")
         live = (self._number[slots] == numbers) & (self._attempt[slots] == attempt)
-        unseen = self._unseen[slots] & live
-        first_numbers: list[int] = numbers[unseen].tolist()
-        self._unseen[slots[unseen]] = False
         clients = self._client[slots]
         owners = np.unique(clients[live])
         parts: list[tuple[int, TokensEmitted, bytes]] = []
@@ -115,13 +108,13 @@ class RowTable:
                 )
                 part = TokensEmitted(step=message.step, num_rows=int(mine.sum()), num_tokens=len(columns[4]))
                 parts.append((owner, part, b"".join(column.tobytes() for column in columns)))
-        return Split(parts, first_numbers, rows - int(live.sum()))
+        return Split(parts, rows - int(live.sum()))
 
     def _grow(self) -> None:
         old = len(self._number)
         if old > _SLOT_MASK:
             raise AssertionError(f"more than {_SLOT_MASK + 1} requests at once: the queue's limits are not kept")
-        for name in ("_number", "_attempt", "_request", "_client", "_unseen"):
+        for name in ("_number", "_attempt", "_request", "_client"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         self._free.extend(range(2 * old - 1, old - 1, -1))

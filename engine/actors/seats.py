@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.core.routing import RankLoad
 from engine.errors import Overflow, PeerGone
-from transport.messages import Message, RankReady, Role, Submit
+from transport.messages import Message, RankReady, RequestStarted, Role, Submit
 from transport.stream import FrameStream
 
 
@@ -98,6 +98,7 @@ class Entry:
     queued_at: float
     prefill: int | None = None
     decode: int | None = None
+    started: RequestStarted | None = None
     awaited: set[int] = dataclasses.field(default_factory=set)
     abort_deadline: float | None = None
 

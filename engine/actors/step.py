@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import gc
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -33,7 +34,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.prefill import PrefillSide
 from engine.core.telemetry import Gauges, Meters
 from engine.errors import DeviceError, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
-from engine.ports import Device, Ticket
+from engine.ports import Audited, Device, Ticket
 from transport.messages import FailureCode, Message
 from transport.stream import FrameStream
 
@@ -63,14 +64,20 @@ class Side(Protocol):
     @property
     def next_deadline_us(self) -> int | None: ...
     @property
+    def expects_writes(self) -> bool: ...
+    @property
     def is_drained(self) -> bool: ...
 
 
 class Garbage:
-    """When to collect: at idle, or rarely behind queued steps. A collection in the middle of steps is a stall."""
+    """When to collect: at idle, or rarely behind queued steps. A collection in the middle of steps is a stall.
 
-    def __init__(self) -> None:
+    In a process that is not the rank's own it collects nothing.
+    """
+
+    def __init__(self, *, is_own: bool) -> None:
         self.steps = 0
+        self._is_own = is_own
 
     async def wait(self, inbox: Inbox, side: Side, *, is_idle: bool) -> None:
         """Waits for input; at idle it collects, and has the side count its memory, where that costs nothing."""
@@ -86,7 +93,8 @@ class Garbage:
         await inbox.wait()
 
     def _collect(self) -> None:
-        gc.collect()
+        if self._is_own:
+            gc.collect()
         self.steps = 0
 
 
@@ -110,6 +118,9 @@ async def run_step(
     tickets: trio.MemorySendChannel[Ticket],
     pushes: trio.MemorySendChannel[StartPush],
     meters: Meters,
+    garbage: Garbage,
+    expect: Callable[[bool], None],
+    audit: Callable[[Audited], None] | None,
 ) -> None:
     """The loop. Returns once it was told to drain and everything is answered.
 
@@ -119,7 +130,6 @@ async def run_step(
         PeerGone, Overflow: the head's stream takes no more.
     """
     submitted_us: collections.deque[int] = collections.deque()
-    garbage = Garbage()
     while True:
         now_us = _now_us()
         for fact in inbox.take():
@@ -134,6 +144,8 @@ async def run_step(
         if deadline_us is not None and deadline_us <= now_us:
             side.expire(now_us)
         side.settle(now_us)
+        # Before the grants go out, so that nobody writes to a fabric that looks the other way.
+        expect(side.expects_writes)
         while len(submitted_us) < QUEUED_STEPS:
             plan = side.plan(now_us)
             if plan is None:
@@ -148,6 +160,8 @@ async def run_step(
             if meters.last_step_us is None:
                 meters.last_step_us = submitted_us[-1]
         _carry_out(side.take_outbox(), head, links, pushes)
+        if audit is not None:
+            audit(side)
         if not submitted_us:
             meters.last_step_us = None
             if side.is_drained:
@@ -169,10 +183,8 @@ def _measure(meters: Meters, result: StepResult, submitted_us: collections.deque
     began_us = submitted_us.popleft()
     if meters.last_step_us is not None:
         began_us = max(began_us, meters.last_step_us)
-    meters.step_us.add(now_us - began_us)
-    meters.device_us.add(result.device_us)
+    meters.add_step(result.step, now_us - began_us, result.device_us)
     meters.last_step_us = now_us
-    meters.step = result.step
 
 
 def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
@@ -199,8 +211,8 @@ def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
 
 def _handle_push(side: PrefillSide, fact: Unreachable | PushDone | PushFailed, now_us: int) -> None:
     match fact:
-        case Unreachable(rank):
-            side.on_unreachable(rank)
+        case Unreachable(rank, why):
+            side.on_unreachable(rank, why)
         case PushDone(key, first, count, report):
             side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us)
         case PushFailed(key, why, how):

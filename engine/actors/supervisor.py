@@ -37,6 +37,7 @@ from transport.messages import (
     RankStarting,
     RankStatus,
     Role,
+    WriterOverdue,
 )
 from transport.stream import FrameStream, run_link
 from transport.wire import Frame
@@ -315,6 +316,8 @@ class Supervisor:
                 self._take_hello(row, message)
             elif isinstance(message, RankReady):
                 self._take_ready(row, message)
+            elif isinstance(message, WriterOverdue):
+                self._end_writer(row, message)
             else:
                 about_requests.append(frame)
         if about_requests:
@@ -362,6 +365,15 @@ class Supervisor:
         self._router.rank_ready(row.generation, row.role, row.link, ready, row.end)
         if all(other.state == "ready" for other in self._rows.values()):
             self.became_ready.set()
+
+
+    def _end_writer(self, row: Row, message: WriterOverdue) -> None:
+        """Its word does not come, so its death must: nothing else frees what a decode rank granted it."""
+        writer = self._rows.get(message.rank)
+        if writer is None or writer.role == row.role:
+            raise RemoteProtocolError(f"accuses rank {message.rank}, which is no prefill rank")
+        if writer.generation == message.generation and not self._stopping:
+            writer.end(f"{message.pages} pages of decode rank {row.rank} are in quarantine until it is gone")
 
 
 async def _finish_output(process: RankProcess, done: trio.Event) -> None:

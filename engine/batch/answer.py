@@ -10,13 +10,12 @@ import msgspec
 
 from engine.batch.job import Job, Refusal, Source
 from engine.faces.text import END_THINK
-from transport.messages import RequestFinished
 
 _encoder = msgspec.json.Encoder()
 
 
 def render_answer(
-    job: Job, *, model: str, reason: str, drop_last: bool, fact: RequestFinished | None, now: float
+    job: Job, *, model: str, reason: str, drop_last: bool, handoff_us: int | None, now: float
 ) -> tuple[bytes, int]:
     """The record of a finished request, with its line end, and the tokens of its completion.
 
@@ -25,29 +24,31 @@ def render_answer(
         model: the served model's name.
         reason: `stop` or `length`, as the engine said; a stop string overrides it.
         drop_last: the last id ended the text and stands for nothing.
-        fact: the head's account; None if it ended on this side and the head had nothing to tell.
+        handoff_us: as RequestFinished told it; None if the request ended on this side.
         now: trio time.
     """
     text = job.end_text(drop_last=drop_last)
     row = job.row
     completion = len(row.generated) if job.stopped_at is None else job.stopped_at
-    cached = fact.cached_tokens if fact else 0
+    started = row.started
+    assert started is not None, "an answer without a token"
+    cached, timings = started.cached_tokens, started.timings
     reason = "stop" if job.stopped_at is not None else reason
     engine: dict[str, Any] = {
         "line": job.source.line,
         "attempts": row.attempt,
-        "prefill_rank": fact.prefill_rank if fact else None,
-        "decode_rank": fact.decode_rank if fact else None,
-        "pushed_bytes": fact.pushed_bytes if fact else None,
-        "pushes": fact.pushes if fact else None,
-        "post_us": fact.post_us if fact else None,
+        "prefill_rank": started.prefill_rank,
+        "decode_rank": started.decode_rank,
+        "pushed_bytes": started.pushed_bytes,
+        "pushes": started.pushes,
+        "post_us": started.post_us,
         "prompt_tokens": row.num_prompt,
         "completion_tokens": completion,
         "cached_tokens": cached,
-        "queue_ms": fact.timings.queue_us / 1000 if fact else None,
-        "prefill_ms": fact.timings.prefill_us / 1000 if fact else None,
-        "push_ms": fact.timings.push_us / 1000 if fact else None,
-        "handoff_ms": fact.timings.handoff_us / 1000 if fact else None,
+        "queue_ms": timings.queue_us / 1000,
+        "prefill_ms": timings.prefill_us / 1000,
+        "push_ms": timings.push_us / 1000,
+        "handoff_ms": None if handoff_us is None else handoff_us / 1000,
         "ttft_ms": _ms(job.answered_at - job.started_at) if job.answered_at else None,
         "total_ms": _ms(now - job.started_at),
         "seed": row.sampling.seed,

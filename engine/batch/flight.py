@@ -140,14 +140,14 @@ class Flight:
     async def run_submissions(self) -> None:
         """Submits what may be submitted, until cancelled."""
         while True:
-            client = self.client
-            job = self._take_next() if client is not None else None
+            client, now = self.client, trio.current_time()
+            job = self._take_next(client, now) if client is not None else None
             if job is None or client is None:
                 self._wake = trio.Event()
-                with trio.move_on_at(self._next_due(trio.current_time())):
+                with trio.move_on_at(self._next_due(now)):
                     await self._wake.wait()
                 continue
-            job.started_at = job.started_at or trio.current_time()
+            job.started_at = job.started_at or now
             job.overtaken_at = 0.0
             self._meter.attempts += job.row.attempt > 0
             self.flying[job.row] = job  # before the send, so that no answer can come for an unknown row
@@ -160,12 +160,8 @@ class Flight:
                 if self.client is client:
                     self.client = None
 
-    def _take_next(self) -> Job | None:
-        client = self.client
-        if client is None:
-            return None
+    def _take_next(self, client: HeadClient, now: float) -> Job | None:
         limit = min(self._options.inflight, client.hello.max_inflight)
-        now = trio.current_time()
         if now < self._full_until or client.num_unfinished + self._writer.backlog >= limit:
             return None
         if self._again and self._again[0][0] <= now:
@@ -182,8 +178,9 @@ class Flight:
         return job
 
     def _next_due(self, now: float) -> float:
-        """When a submission may become possible without anybody calling `nudge`."""
-        due = [self._full_until, *(self._again[0][:1])] if self._again else [self._full_until]
+        """When a submission may become possible without anybody calling `nudge`. `now` is what `_take_next` went by:
+        with a later one, what fell due in between would be waited for by nobody."""
+        due = [self._full_until, self._again[0][0]] if self._again else [self._full_until]
         return min((time for time in due if time > now), default=math.inf)
 
     # ------------------------------------------------------------ RequestSink
@@ -206,7 +203,7 @@ class Flight:
         self.nudge()
         job = self.flying.pop(row, None)
         if job is not None:
-            self._answer(job, fact.reason, drop_last=fact.reason == "stop", fact=fact)
+            self._answer(job, fact.reason, drop_last=fact.reason == "stop", handoff_us=fact.handoff_us)
 
     def row_failed(self, row: Row, fact: RequestFailed) -> None:
         self.nudge()
@@ -295,16 +292,14 @@ class Flight:
         if ended is None:
             return False
         reason, drop_last = ended
-        self._answer(job, reason, drop_last=drop_last, fact=None)
+        self._answer(job, reason, drop_last=drop_last, handoff_us=None)
         return True
 
-    def _answer(self, job: Job, reason: str, *, drop_last: bool, fact: RequestFinished | None) -> None:
+    def _answer(self, job: Job, reason: str, *, drop_last: bool, handoff_us: int | None) -> None:
         record, completion = render_answer(
-            job, model=self.model, reason=reason, drop_last=drop_last, fact=fact, now=trio.current_time()
+            job, model=self.model, reason=reason, drop_last=drop_last, handoff_us=handoff_us, now=trio.current_time()
         )
-        self._meter.count_answer(job.row.num_prompt, fact.cached_tokens if fact else 0, completion)
-        if fact is not None:
-            self._meter.ranks |= {fact.prefill_rank, fact.decode_rank}
+        self._meter.count_answer(job.row, completion)
         self._begun_bytes -= job.num_bytes
         self._writer.put_answer(job.place, record)
         self._settled()

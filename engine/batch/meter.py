@@ -7,6 +7,8 @@ import dataclasses
 import math
 from typing import Any
 
+from engine.actors.client import Row
+
 WINDOW_S = 30.0
 """Rates are taken over this much of the past."""
 
@@ -48,11 +50,13 @@ class Meter:
         """Lines that have their record from this run."""
         return self.ok + self.num_errors
 
-    def count_answer(self, prompt: int, cached: int, completion: int) -> None:
-        """One line was answered."""
+    def count_answer(self, row: Row, completion: int) -> None:
+        """One line was answered, with `completion` tokens."""
+        assert row.started is not None
         self.ok += 1
-        self.prompt_tokens += prompt
-        self.cached_tokens += cached
+        self.prompt_tokens += row.num_prompt
+        self.cached_tokens += row.started.cached_tokens
+        self.ranks |= {row.started.prefill_rank, row.started.decode_rank}
         self.completion_tokens += completion
         self.completion_squares += completion * completion
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,10 @@ import numpy.typing as npt
 import torch
 import trio
 
-from engine.bench.record import percentile, spread
+from engine.bench.processor import read_thread_times
+from engine.bench.prompts import make_prompts
+from engine.bench.record import percentile
+from engine.bench.summary import summarise_forward
 from engine.config import ClusterConfig
 from engine.core.request import count_pages
 from engine.errors import ConfigError
@@ -32,8 +35,6 @@ from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo
 from transport.messages import Sampling
 
-FIRST_ID = 16
-"""Lower ids are the vocabulary's special tokens; prompts of this bench have none."""
 GREEDY = Sampling(ignore_eos=True)
 
 Ints = npt.NDArray[np.int64]
@@ -48,12 +49,6 @@ class StepCase:
     steps: int
 
 
-def make_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random ids, the same for the same arguments."""
-    chance = random.Random(seed)
-    return [[chance.randrange(min(FIRST_ID, vocab_size - 1), vocab_size) for _ in range(length)] for _ in range(count)]
-
-
 class BareModel:
     """The model over an arena of its own, driven step by step."""
 
@@ -61,8 +56,8 @@ class BareModel:
         self.info = info
         self._model = model
 
-    def run_steps(self, case: StepCase, seed: int) -> list[float]:
-        """Prefills the case's sequences and decodes them; milliseconds of each step.
+    def run_steps(self, case: StepCase, seed: int) -> tuple[list[float], dict[str, float]]:
+        """Prefills the case's sequences and decodes them; milliseconds of each step, and what all steps took.
 
         Raises:
             ConfigError: the case does not fit the arena.
@@ -74,13 +69,14 @@ class BareModel:
         settings = [GREEDY] * case.rows
         times: list[float] = []
         with quiet_garbage():
+            before = read_thread_times(os.getpid())
             for step in range(case.steps):
                 began = time.perf_counter_ns()
                 positions = np.full(case.rows, case.context + step)
                 logits = self._model.forward(RowBatch(slabs, positions, tokens[:, None], tables))
                 tokens = sample_tokens(logits, settings, (positions + 1).tolist(), self.info.eos_ids)
                 times.append((time.perf_counter_ns() - began) / 1e6)
-        return times
+            return times, read_thread_times(os.getpid()).since(before, case.steps)
 
     def run_prefill(self, length: int, chunk: int, seed: int) -> float:
         """Milliseconds of a whole prompt, in chunks as a rank computes them.
@@ -104,8 +100,8 @@ class BareModel:
             raise ConfigError(f"{need} tokens are more than max_model_tokens ({info.max_model_tokens})")
         if case.rows > info.num_slabs or case.rows * pages > info.num_pages:
             raise ConfigError(
-                f"{case.rows} rows of {need} tokens need {case.rows} slabs and {case.rows * pages} pages; the arena has "
-                f"{info.num_slabs} and {info.num_pages} (--set num_slabs=, num_pages=)"
+                f"{case.rows} rows of {need} tokens need {case.rows} slabs and {case.rows * pages} pages; the arena"
+                f" has {info.num_slabs} and {info.num_pages} (--set num_slabs=, num_pages=)"
             )
         return np.arange(case.rows * pages).reshape(case.rows, pages)
 
@@ -178,7 +174,7 @@ def measure_forward(
         bare.run_steps(dataclasses.replace(case, steps=min(case.steps, 3)), seed)  # first calls allocate
     for sample in range(samples):
         for case in cases:
-            times = bare.run_steps(case, seed)
+            times, spent = bare.run_steps(case, seed)
             runs.append(
                 {
                     **dataclasses.asdict(case),
@@ -189,6 +185,7 @@ def measure_forward(
                     "step_ms_max": round(max(times), 4),
                     "step_ms_p99": round(percentile(times, 0.99), 4),
                     "step_ms_mean": round(statistics.fmean(times), 4),
+                    **spent,
                 }
             )
             tell(f"forward {case.rows} rows at {case.context}: {runs[-1]['step_ms_median']:.2f} ms a step")
@@ -197,26 +194,3 @@ def measure_forward(
             runs.append({"kind": "prefill", "sample": sample, "tokens": length, "prefill_ms": round(spent_ms, 4)})
             tell(f"prefill of {length}: {length / spent_ms * 1e3:.0f} tokens/s")
     return {"runs": runs, "summary": summarise_forward(runs)}
-
-
-def summarise_forward(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per row count the medians of samples with their spread, the smallest step of all, and prefill rates."""
-    decode: list[dict[str, Any]] = []
-    for rows, context in sorted({(run["rows"], run["context"]) for run in runs if run["kind"] == "decode"}):
-        mine = [run for run in runs if (run.get("rows"), run.get("context")) == (rows, context)]
-        step_ms = spread([run["step_ms_median"] for run in mine])
-        decode.append(
-            {
-                "rows": rows,
-                "context": context,
-                "step_ms": step_ms,
-                "step_ms_least": min(run["step_ms_min"] for run in mine),
-                "step_ms_most": max(run["step_ms_max"] for run in mine),
-                "tokens_per_s": round(rows * 1e3 / step_ms["median"], 1),
-            }
-        )
-    prefill: list[dict[str, Any]] = []
-    for tokens in sorted({run["tokens"] for run in runs if run["kind"] == "prefill"}):
-        rates = [tokens * 1e3 / run["prefill_ms"] for run in runs if run.get("tokens") == tokens]
-        prefill.append({"tokens": tokens, "tokens_per_s": spread(rates)})
-    return {"decode": decode, "prefill": prefill}

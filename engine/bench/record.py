@@ -28,7 +28,9 @@ GIT_S = 10.0
 PACKAGES = ("torch", "numpy", "trio", "nixl-cu13", "nixl-cu12")
 
 
-def begin_record(bench: str, config: ClusterConfig, arguments: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+def begin_record(
+    bench: str, config: ClusterConfig, arguments: Sequence[str], settings: dict[str, Any]
+) -> dict[str, Any]:
     """The head of a record; the caller adds `runs` and `summary`.
 
     Args:
@@ -55,7 +57,7 @@ def begin_record(bench: str, config: ClusterConfig, arguments: Sequence[str], se
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, load before the run, and versions of what computes and moves bytes."""
+    """Processor, cores for this process, load before the run, and versions of what computes and moves bytes."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:

@@ -19,6 +19,7 @@ from array import array
 
 from engine.core.arena import Arena, Holding
 from engine.core.effects import Effect, ToHead, ToPeer
+from engine.core.fence import Fence
 from engine.core.handoff import DECODE, Action, DecodeEvent, DecodePhase, advance
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
@@ -51,8 +52,9 @@ from transport.messages import (
     PrefillCommitted,
     RequestAborted,
     RequestFinished,
+    RequestStarted,
     ReservePages,
-    Timings,
+    WriterOverdue,
 )
 
 
@@ -73,6 +75,7 @@ class DecodeSide:
         self.arena = Arena(sizes.num_pages, sizes.num_slabs)
         self.schedule = Schedule()
         self.draining = False
+        self._fence = Fence(share=sizes.quarantine_share, cap_us=sizes.cap_us, room_us=sizes.room_us)
         self.sequences: dict[RequestKey, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._epochs: dict[int, Sequence] = {}
@@ -82,6 +85,7 @@ class DecodeSide:
         self._serial = itertools.count()
         self._next_epoch = 1
         self._next_order = 0
+        self._started: list[Effect] = []
         self._emitted = TokenBuffer()
         self._step = 0
         self._outbox: list[Effect] = []
@@ -173,6 +177,7 @@ class DecodeSide:
     def settle(self, now_us: int) -> None:
         """Grants pages to the requests that wait for them, in order, as far as they go. Call before planning."""
         granted: list[Sequence] = []
+        is_short = False
         for sequence in self._waiting:
             link = self._peers.link_to(sequence.reserve.prefill_rank)
             peer = self._peers.find(link) if link is not None else None
@@ -180,6 +185,7 @@ class DecodeSide:
                 continue
             num_pages = self._num_pages(sequence)
             if not self.arena.has_room(num_pages):
+                is_short = True
                 break
             sequence.pages, sequence.slab = self.arena.allocate(num_pages)
             sequence.link, sequence.prefill_generation = link, peer.generation
@@ -187,6 +193,14 @@ class DecodeSide:
             granted.append(sequence)
         for sequence in granted:
             self._move(sequence, DecodeEvent.ROOM)
+        for writer, num_pages in self._fence.look(
+            self.arena,
+            self._epochs.values(),
+            is_short=is_short,
+            is_linked=lambda rank: self._peers.link_to(rank) is not None,
+            now_us=now_us,
+        ):
+            self._outbox.append(ToHead(WriterOverdue(*writer, pages=num_pages)))
 
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when no sequence can be moved on."""
@@ -198,7 +212,8 @@ class DecodeSide:
         applied = apply_result(self.schedule, result, self.sizes.step)
         for sequence, token, reason in applied.tokens:
             if sequence.handoff_us == 0:
-                sequence.handoff_us = max(1, sequence.timings.push_us + now_us - sequence.committed_us)
+                assert sequence.commit is not None
+                sequence.handoff_us = max(1, sequence.commit.timings.push_us + now_us - sequence.committed_us)
             self._generated_tokens += 1
             self._emitted.add(sequence.key, sequence.count - 1, token)
             if reason is not None:
@@ -210,19 +225,21 @@ class DecodeSide:
     # ------------------------------------------------------------ what others ask
 
     def take_outbox(self) -> list[Effect]:
-        """All effects since the last call, in order; new tokens go first, in one frame."""
+        """All effects since the last call, in order; new requests and then new tokens, in one frame, go first."""
         outbox, self._outbox = self._outbox, []
         frame = self._emitted.take(self._step)
         if frame is not None:
-            outbox.insert(0, ToHead(*frame))
+            outbox[:0] = *self._started, ToHead(*frame)
+            self._started.clear()
         return outbox
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When to call `expire`, if ever."""
+        """When to take a turn, if nothing happens before: `expire`, then `settle`."""
         while self._deadlines and self._due_us(self._deadlines[0][2]) is None:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        expiry_us, fence_us = self._deadlines[0][0] if self._deadlines else None, self._fence.next_us
+        return min(expiry_us, fence_us) if expiry_us and fence_us else expiry_us or fence_us
 
     def expire(self, now_us: int) -> None:
         """Fails what waited too long. What it was granted stays in quarantine."""
@@ -238,6 +255,11 @@ class DecodeSide:
             what = "no link to" if sequence.phase is DecodePhase.WAITING else "no news of a grant from"
             why = f"decode rank {self.sizes.rank}: {what} prefill rank {sequence.reserve.prefill_rank} ({limit})"
             self._move(sequence, DecodeEvent.OVERDUE, code="timeout", why=why)
+
+    @property
+    def expects_writes(self) -> bool:
+        """Whether a prefill rank may write here: it holds a grant, or one of its epochs has not ended."""
+        return bool(self._epochs)
 
     @property
     def is_drained(self) -> bool:
@@ -318,10 +340,7 @@ class DecodeSide:
             self._move(sequence, DecodeEvent.BAD_COMMIT, code="transfer_failed", why=why)
             return
         if sequence.phase is DecodePhase.GRANTED:
-            sequence.committed_us, sequence.timings = now_us, message.timings
-            sequence.pushed_bytes, sequence.num_pushes = message.pushed_bytes, message.pushes
-            sequence.post_us = message.post_us
-            sequence.next_token = message.first_token
+            sequence.committed_us, sequence.commit, sequence.next_token = now_us, message, message.first_token
         self._move(sequence, DecodeEvent.COMMIT)
 
     def _find_epoch(self, peer: PrefillLink, epoch: int, request: int) -> Sequence:
@@ -414,10 +433,23 @@ class DecodeSide:
 
     def _run(self, sequence: Sequence) -> None:
         self.arena.adopt(sequence.pages[: sequence.prompt_pages], sequence.slab)
-        reserve = sequence.reserve
+        reserve, commit = sequence.reserve, sequence.commit
+        assert commit is not None
         self._prompt_tokens += reserve.num_ids
         sequence.count = sequence.planned = reserve.generated + 1
         self.schedule.running[sequence.key] = sequence
+        word = RequestStarted(
+            *sequence.key,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=0,
+            prefill_rank=reserve.prefill_rank,
+            decode_rank=self.sizes.rank,
+            pushed_bytes=commit.pushed_bytes,
+            pushes=commit.pushes,
+            post_us=commit.post_us,
+            timings=commit.timings,
+        )
+        self._started.append(ToHead(word))
         token = sequence.next_token
         self._generated_tokens += 1
         self._emitted.add(sequence.key, sequence.count - 1, token)
@@ -427,19 +459,11 @@ class DecodeSide:
 
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.reason is not None
-        reserve, spent = sequence.reserve, sequence.timings
         word = RequestFinished(
             *sequence.key,
             reason=sequence.reason,
-            prompt_tokens=sequence.prompt_tokens,
             completion_tokens=sequence.count,
-            cached_tokens=0,
-            prefill_rank=reserve.prefill_rank,
-            decode_rank=self.sizes.rank,
-            pushed_bytes=sequence.pushed_bytes,
-            pushes=sequence.num_pushes,
-            post_us=sequence.post_us,
-            timings=Timings(spent.queue_us, spent.prefill_us, spent.push_us, sequence.handoff_us),
+            handoff_us=sequence.handoff_us,
         )
         self._outbox.append(ToHead(word))
 

@@ -21,7 +21,7 @@ class PageState(enum.IntEnum):
 
     FREE: nobody uses it. OWNED: this rank's device may read and write it. IN_FLIGHT: its request is over, but a
     submitted step still names it. GRANTED: a peer may write it now. QUARANTINED: its request is over, but a peer may
-    still write it. CACHED: holds a prefix that no running request uses.
+    still write it. CACHED: holds a prefix that no running request uses (nothing enters this state yet).
     """
 
     FREE = 0

@@ -65,7 +65,7 @@ class PrefillSide:
         self._queue: dict[RequestKey, Prompt] = {}
         self._epochs: dict[tuple[int, int, int], Prompt] = {}
         self._peers: PeerTable[PeerWelcome] = PeerTable()
-        self._unreachable: set[int] = set()
+        self._unreachable: dict[int, str] = {}
         self._num_waiting = 0
         self._outbox: list[Effect] = []
         self._prompt_tokens = 0
@@ -88,7 +88,7 @@ class PrefillSide:
                     self._move(prompt, PrefillEvent.ABORT)
                     self._end_if_quiet(prompt)
             case PeerUp():
-                self._unreachable.discard(message.rank)
+                self._unreachable.pop(message.rank, None)
             case PeerDown():
                 self._on_peer_down(message)
             case Drain():
@@ -102,7 +102,7 @@ class PrefillSide:
         old = self._peers.link_to(welcome.rank)
         if old is not None:
             self.on_link_lost(old)
-        self._unreachable.discard(welcome.rank)
+        self._unreachable.pop(welcome.rank, None)
         self._peers.add(link, welcome)
 
     def on_link_lost(self, link: int) -> None:
@@ -114,10 +114,10 @@ class PrefillSide:
             if prompt.link == link or (prompt.phase is PrefillPhase.STARTED and prompt.decode_rank == peer.rank):
                 self._lose(prompt)
 
-    def on_unreachable(self, rank: int) -> None:
+    def on_unreachable(self, rank: int, why: str) -> None:
         """Dialling a decode rank was given up: nothing that needs it can start, until the next PeerUp."""
         if self._peers.link_to(rank) is None:
-            self._unreachable.add(rank)
+            self._unreachable[rank] = f"decode rank {rank} can not be reached from rank {self.sizes.rank}: {why}"
             self._lose_started(rank)
 
     def on_peer(self, link: int, message: Message, blob: memoryview, now_us: int) -> None:
@@ -231,6 +231,11 @@ class PrefillSide:
         """Nothing here has a deadline of its own."""
 
     @property
+    def expects_writes(self) -> bool:
+        """Nobody writes to a prefill rank."""
+        return False
+
+    @property
     def is_drained(self) -> bool:
         """Nothing is left to do; grants whose prompts will not come, and burnt epochs, end with this process."""
         done = (PrefillPhase.GRANTED, PrefillPhase.BURNT)
@@ -280,7 +285,7 @@ class PrefillSide:
         if self.draining:
             return "draining", f"rank {sizes.rank} is draining"
         if message.decode_rank in self._unreachable:
-            return "rank_lost", f"decode rank {message.decode_rank} can not be reached from rank {sizes.rank}"
+            return "rank_lost", self._unreachable[message.decode_rank]
         if self._num_waiting >= sizes.max_waiting:
             return "queue_full", f"requests waiting on rank {sizes.rank} (limit {sizes.max_waiting})"
         num_ids = len(blob) // 4
@@ -332,7 +337,8 @@ class PrefillSide:
                 self._lose(prompt)
 
     def _lose(self, prompt: Prompt) -> None:
-        why = f"prefill rank {self.sizes.rank} lost its link to decode rank {prompt.decode_rank}"
+        lost = f"prefill rank {self.sizes.rank} lost its link to decode rank {prompt.decode_rank}"
+        why = self._unreachable.get(prompt.decode_rank, lost)
         self._move(prompt, PrefillEvent.LINK_LOST, code="rank_lost", why=why)
         self._end_if_quiet(prompt)
 

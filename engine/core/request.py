@@ -15,6 +15,7 @@ from transport.messages import (
     FailureCode,
     FinishReason,
     PagesGranted,
+    PrefillCommitted,
     RequestFailed,
     ReservePages,
     Sampling,
@@ -103,6 +104,7 @@ class Sequence:
     link: int = 0
     prefill_generation: int = 0
     epoch: int = 0
+    quarantined_us: int = 0
     granted_us: int = 0
     prompt_pages: int = 0
     pages: tuple[int, ...] = ()
@@ -114,12 +116,9 @@ class Sequence:
     next_token: int = -1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     reason: FinishReason | None = None
+    commit: PrefillCommitted | None = None
     committed_us: int = 0
     handoff_us: int = 0
-    pushed_bytes: int = 0
-    num_pushes: int = 0
-    post_us: int = 0
-    timings: Timings = dataclasses.field(default_factory=Timings)
 
     @property
     def prompt_tokens(self) -> int:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+BROKEN_PAIR_S = 5.0
+"""How long a pair is avoided after it lost a request; a link is normally made anew within a second."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLoad:
@@ -54,6 +57,7 @@ def choose_pair(
     num_ids: int,
     max_tokens_total: int,
     rank_waiting: int,
+    broken: frozenset[tuple[int, int]] = frozenset(),
 ) -> Pair | None:
     """The pair for a request, or None while no rank of a pool may take one more.
 
@@ -65,6 +69,7 @@ def choose_pair(
         num_ids: ids to compute.
         max_tokens_total: length of the sequence at its longest.
         rank_waiting: requests that one rank may have at a time.
+        broken: pairs (prefill, decode) to use only when there is no other.
     """
     sources = [load for load in prefill if load.requests < rank_waiting and load.pages_for(num_ids) <= load.num_pages]
     sinks = [
@@ -77,7 +82,38 @@ def choose_pair(
         room = load.num_pages - load.quarantined_pages - load.pages
         return (load.pages_for(max_tokens_total) > room, load.requests, load.pages, load.rank)
 
-    return Pair(
-        prefill=min(sources, key=lambda load: (load.tokens, load.requests, load.rank)).rank,
-        decode=min(sinks, key=decode_cost).rank,
-    )
+    def prefill_cost(load: RankLoad) -> tuple[int, int, int]:
+        return (load.tokens, load.requests, load.rank)
+
+    if broken:
+        for source in sorted(sources, key=prefill_cost):
+            sound = [sink for sink in sinks if (source.rank, sink.rank) not in broken]
+            if sound:
+                return Pair(prefill=source.rank, decode=min(sound, key=decode_cost).rank)
+    return Pair(prefill=min(sources, key=prefill_cost).rank, decode=min(sinks, key=decode_cost).rank)
+
+
+class BrokenPairs:
+    """Pairs of ranks that lately lost a request to what is between them, though both ranks live.
+
+    Without it a pair whose link is down attracts every request: it is always the least loaded.
+    """
+
+    def __init__(self) -> None:
+        self._pair_to_until: dict[tuple[int, int], float] = {}
+
+    def mark(self, prefill: int, decode: int, now: float) -> None:
+        """A request was just lost there."""
+        self._pair_to_until[(prefill, decode)] = now + BROKEN_PAIR_S
+
+    def forget(self, rank: int) -> None:
+        """The rank's next life has links of its own."""
+        for pair in [pair for pair in self._pair_to_until if rank in pair]:
+            del self._pair_to_until[pair]
+
+    def current(self, now: float) -> frozenset[tuple[int, int]]:
+        """Pairs to avoid now."""
+        if self._pair_to_until:
+            for pair in [pair for pair, until in self._pair_to_until.items() if until <= now]:
+                del self._pair_to_until[pair]
+        return frozenset(self._pair_to_until)

@@ -49,6 +49,7 @@ class SideSizes:
     Attributes:
         max_waiting: requests that may wait here before they are refused with `queue_full`.
         grant_us: decode side: how long a grant may stay without any news of its writer.
+        quarantine_share, cap_us, room_us: decode side: see `fence.Fence`.
     """
 
     rank: int
@@ -58,6 +59,9 @@ class SideSizes:
     max_model_tokens: int
     max_waiting: int
     grant_us: int
+    quarantine_share: float
+    cap_us: int
+    room_us: int
     step: StepLimits
 
 

@@ -45,6 +45,7 @@ class Meters:
         device_us: per step, the device's own measure.
         loop_lag_us: how much later than asked a sleeping task was woken.
         last_step_us: when the last step was awaited, or work came to an idle rank; None while idle.
+        step_us_sum, device_us_sum: of all steps so far.
     """
 
     step_us: Histogram = dataclasses.field(default_factory=Histogram)
@@ -52,6 +53,16 @@ class Meters:
     loop_lag_us: Histogram = dataclasses.field(default_factory=Histogram)
     step: int = 0
     last_step_us: int | None = None
+    step_us_sum: int = 0
+    device_us_sum: int = 0
+
+    def add_step(self, step: int, step_us: int, device_us: int) -> None:
+        """Notes a finished step."""
+        self.step = step
+        self.step_us.add(step_us)
+        self.device_us.add(device_us)
+        self.step_us_sum += step_us
+        self.device_us_sum += device_us
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ def build_snapshot(
 ) -> RankSnapshot:
     """The rank's state as of `now_us` (same clock as the meters)."""
     step_p50, step_p99 = meters.step_us.percentiles(0.5, 0.99)
-    (device_p50,) = meters.device_us.percentiles(0.5)
+    device_p50, device_p99 = meters.device_us.percentiles(0.5, 0.99)
     lag_p50, lag_p99 = meters.loop_lag_us.percentiles(0.5, 0.99)
     age_us = 0 if meters.last_step_us is None else max(0, now_us - meters.last_step_us)
     return RankSnapshot(
@@ -105,4 +116,7 @@ def build_snapshot(
         loop_lag_us_p50=lag_p50,
         loop_lag_us_p99=lag_p99,
         rss_bytes=rss_bytes,
+        device_us_p99=device_p99,
+        step_us_sum=meters.step_us_sum,
+        device_us_sum=meters.device_us_sum,
     )

@@ -37,7 +37,8 @@ def render_status(report: StatusReport) -> RenderableType:
     title = Text.assemble(
         (report.cluster, "bold"), "  model ", report.model, "  pid ", str(report.head_pid),
         "  up ", describe_age(report.uptime_ms / 1e3), "\n", verdict,
-        f"\nwaiting {report.waiting}  running {report.running}  finished {report.finished}  failed {report.failed}",
+        f"\nwaiting {report.waiting}  running {report.running}  finished {report.finished}"
+        f"  cancelled {report.cancelled}  failed {report.failed}",
     )  # fmt: skip
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in ("rank", "role", "state"):

@@ -118,22 +118,27 @@ def _score_by_row(keys: Tensor, query: Tensor, share: Tensor) -> Tensor:
 
 def _score_by_page(keys: Tensor, query: Tensor, share: Tensor, tables: StepTables, ratio: int) -> Tensor:
     """Several rows per sequence: the same products page by page, the rows of a sequence sharing its keys."""
-    sequences, pages, width, page_rows = keys.shape
+    _, pages, width, page_rows = keys.shape
     rows, heads = query.shape[:2]
     scores = query.new_full((rows, pages, page_rows), -torch.inf)
     weights = share.unsqueeze(1)
     visible = tables.visible[ratio]
     block = max(1, BLOCK_BYTES // (heads * page_rows * 4))
+    owner = torch.from_numpy(tables.batch.owner)
     for page in range(pages):
-        shared = keys[:, page].unsqueeze(1).expand(-1, tables.batch.span, -1, -1)
-        # With one sequence a view; with several a copy, but then it is a verify step and has few rows.
-        page_keys = shared[0] if sequences == 1 else shared.reshape(rows, width, page_rows)
-        for low in range(0, rows, block):
-            part = slice(low, min(rows, low + block))
-            if sequences == 1 and int(visible[part.stop - 1]) <= page * page_rows:
-                continue
-            match = torch.bmm(query[part], page_keys[part]).relu_()
-            scores[part, page] = torch.bmm(weights[part], match)[:, 0]
+        if not tables.staged:
+            # A verify step: few rows of many sequences, so a copy of the keys is cheaper than a product for each.
+            match = torch.bmm(query, keys[:, page].index_select(0, owner)).relu_()
+            scores[:, page] = torch.bmm(weights, match)[:, 0]
+            continue
+        for sequence, (first, count) in enumerate(zip(tables.batch.firsts, tables.batch.spans, strict=True)):
+            page_keys = keys[sequence, page].expand(block, width, page_rows)
+            for low in range(first, first + count, block):
+                part = slice(low, min(first + count, low + block))
+                if int(visible[part.stop - 1]) <= page * page_rows:
+                    continue
+                match = torch.bmm(query[part], page_keys[: part.stop - part.start]).relu_()
+                scores[part, page] = torch.bmm(weights[part], match)[:, 0]
     return scores.flatten(1)
 
 
@@ -214,7 +219,7 @@ class PlaceSet:
         inside = chosen.masked_fill(absent, 0)
         page_rows = tables.entry_rows(plane)
         if tables.batch.span > 1:
-            page_rows = page_rows.repeat_interleave(tables.batch.span, 0)
+            page_rows = page_rows.index_select(0, torch.from_numpy(tables.batch.owner))
         reads = page_rows.gather(1, inside // plane.rows).add_(inside % plane.rows)
         part = slice(self._window, self.sink)
         self.reads[:, part] = reads.masked_fill_(absent, self._arena.zero_row)

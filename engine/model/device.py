@@ -177,35 +177,48 @@ class TorchDevice:
 
     def _run(self, job: _Job) -> StepResult:
         started = time.perf_counter_ns()
-        chunk_tokens = tuple(self._run_chunk(chunk) for chunk in job.chunks)
+        chunk_tokens = tuple(token for chunks in self._passes(job.chunks) for token in self._run_chunks(chunks))
         row_tokens = () if job.decode is None else self._run_decode(job.decode)
         device_us = (time.perf_counter_ns() - started) // 1000
         return StepResult(step=job.ticket.step, chunk_tokens=chunk_tokens, row_tokens=row_tokens, device_us=device_us)
 
-    def _run_chunk(self, chunk: _Chunk) -> int | None:
-        end = np.array([chunk.start + len(chunk.tokens)])
-        self._check_places(np.array([chunk.slab]), chunk.pages, np.array([len(chunk.pages)]), end)
-        self._check_ids(chunk.tokens)
-        most = self._model.max_chunk
-        token: int | None = None
-        for low in range(0, len(chunk.tokens), most):
-            part = chunk.tokens[low : low + most]
-            ends = low + len(part) == len(chunk.tokens)
-            batch = RowBatch(
-                slabs=np.array([chunk.slab]),
-                starts=np.array([chunk.start + low]),
-                tokens=part[None],
-                tables=chunk.pages[None],
-            )
-            sampling = chunk.sampling if ends else None
-            wanted = [len(part) - 1] if sampling is not None else []
-            logits = self._model.forward_prompt(batch, last=sampling is not None, wanted=wanted)
-            if sampling is not None:
-                position = chunk.start + len(chunk.tokens)
-                drawn = sample_tokens(logits, [sampling], [position], self._info.eos_ids)
-                self._keep_sampled(batch.slabs, drawn)
-                token = int(drawn[0])
-        return token
+    def _passes(self, chunks: tuple[_Chunk, ...]) -> list[list[_Chunk]]:
+        """Which chunks go through the model together, in order: as many as its staging rows hold.
+
+        A pass of a few rows costs more than half of one of fifty, so short prompts gain much from company.
+        """
+        passes: list[list[_Chunk]] = []
+        room = 0
+        for chunk in chunks:
+            need = len(chunk.tokens) + min(chunk.start, self._model.shape.window - 1)
+            if need > room or self._model.replay_rows:
+                passes.append([])
+                room = self._model.arena.staging_rows
+            passes[-1].append(chunk)
+            room -= need
+        return passes
+
+    def _run_chunks(self, chunks: list[_Chunk]) -> list[int | None]:
+        """One pass; the token that follows each chunk which asks for one."""
+        slabs = np.array([chunk.slab for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([len(chunk.tokens) for chunk in chunks])
+        tables, widths = _stack([chunk.pages for chunk in chunks])
+        self._check_places(slabs, tables, widths, starts + counts)
+        tokens, _ = _stack([chunk.tokens for chunk in chunks])
+        self._check_ids(tokens)
+        batch = RowBatch(slabs, starts, tokens, tables, counts if len(chunks) > 1 else None)
+        asking = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        wanted = (batch.firsts + counts - 1)[asking].tolist()
+        logits = self._model.forward_prompt(batch, last=bool(asking), wanted=wanted)
+        followers: list[int | None] = [None] * len(chunks)
+        if asking:
+            sampling = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
+            drawn = sample_tokens(logits, sampling, (starts + counts)[asking].tolist(), self._info.eos_ids)
+            self._keep_sampled(slabs[asking], drawn)
+            for index, token in zip(asking, drawn.tolist(), strict=True):
+                followers[index] = token
+        return followers
 
     def _run_decode(self, decode: _Decode) -> tuple[int, ...]:
         self._check_places(decode.slabs, decode.tables, decode.widths, decode.positions + 1)
@@ -259,19 +272,25 @@ def _copy_plan(plan: StepPlan) -> _Job:
     )
     decode = None
     if plan.rows:
-        widest = max(len(row.pages) for row in plan.rows)
-        tables = np.zeros((len(plan.rows), widest), np.int64)
-        for index, row in enumerate(plan.rows):
-            tables[index, : len(row.pages)] = row.pages
+        tables, widths = _stack([np.array(row.pages, np.int64) for row in plan.rows])
         decode = _Decode(
             slabs=np.array([row.slab for row in plan.rows]),
             positions=np.array([row.position for row in plan.rows]),
             tokens=np.array([-1 if row.token is None else row.token for row in plan.rows]),
             tables=tables,
-            widths=np.array([len(row.pages) for row in plan.rows]),
+            widths=widths,
             sampling=tuple(row.sampling for row in plan.rows),
         )
     return _Job(StepTicket(plan.step), chunks, decode)
+
+
+def _stack(lines: list[Ints]) -> tuple[Ints, Ints]:
+    """Lines of several lengths as one table, filled up with zeros: int64[n, widest], and int64[n] lengths."""
+    lengths = np.array([len(line) for line in lines])
+    table = np.zeros((len(lines), int(lengths.max())), np.int64)
+    for index, line in enumerate(lines):
+        table[index, : len(line)] = line
+    return table, lengths
 
 
 async def open_torch_device(config: RankConfig, report_phase: ReportPhase, *, poison: bool = False) -> TorchDevice:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
@@ -132,15 +132,21 @@ def load_tables(directory: Path, shape: ModelShape) -> EngramTables | None:
 
     A checkpoint may carry the folding that it was trained with (`engram.safetensors`, `token_map` int32[vocab]);
     without that file the vocabulary of `tokenizer.json` is folded by the vendor's rule.
+
+    Raises:
+        ConfigError: the file can not be read, or does not fit the model.
     """
     if shape.engram is None:
         return None
     carried = Path(directory) / "engram.safetensors"
     if carried.exists():
-        with safe_open(carried, framework="pt") as file:
-            if "token_map" not in file.keys():  # noqa: SIM118 - not a dict
-                raise ConfigError(f"{carried} has no tensor `token_map`")
-            return engram_tables(shape, file.get_tensor("token_map"))
+        try:
+            with safe_open(carried, framework="pt") as file:
+                if "token_map" not in file.keys():  # noqa: SIM118 - not a dict
+                    raise ConfigError(f"{carried} has no tensor `token_map`")
+                return engram_tables(shape, file.get_tensor("token_map"))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{carried} is not a readable safetensors file: {error}") from error
     return engram_tables(shape, fold_tokenizer(Path(directory) / "tokenizer.json", shape.vocab_size))
 
 

@@ -1,8 +1,7 @@
 """Experts: the router's choice and the feed-forward of the mixture.
 
 Owns the routing rule and a dense evaluation that computes every expert and gives the unchosen ones weight zero: exact,
-differentiable, and the truth for anything faster. Does not own where experts live (slots.py) nor how rows travel
-(exchange.py).
+differentiable, and the truth for anything faster. The paged path follows the same rule in tiles (tiles.py).
 
 Invariants: the bias moves the choice and never a weight; equal scores go to the lowest index; chosen ids ascend.
 """

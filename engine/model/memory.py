@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.model.engram import EngramTables
 from engine.model.layers import WeightMap
+from engine.model.rows import RowBatch
 from engine.model.shapes import ModelShape
 from engine.model.tiles import TileLinear, norm_rows, pad_rows
 
@@ -20,36 +21,38 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-def hash_rows(tables: EngramTables, tokens: Ints, earlier: Ints) -> list[Tensor]:
+def hash_rows(tables: EngramTables, batch: RowBatch, earlier: Ints) -> list[Tensor]:
     """Table rows of every row of a pass.
 
     Args:
         tables: the model's constants.
-        tokens: int64[sequences, span].
+        batch: the rows.
         earlier: int64[sequences, history], the ids just before, -1 where there is none.
 
     Returns:
-        Per memory layer, int64[sequences * span, rows per token].
+        Per memory layer, int64[rows, rows per token].
     """
-    history, span = tables.history, tokens.shape[1]
-    ids = np.concatenate((earlier, tokens), 1)
+    history = tables.history
+    ids = np.empty(batch.rows + earlier.size, np.int64)
+    # The ids of each sequence behind those before it.
+    at = np.arange(batch.rows) + history * (batch.owner + 1)
+    ids[at] = batch.ids
+    ids[(batch.firsts + history * np.arange(batch.sequences))[:, None] + np.arange(history)] = earlier
     valid = ids >= 0
     folded = tables.token_map.numpy()[np.maximum(ids, 0)]
-    reachable = np.ones(tokens.shape, bool)
-    context = np.empty((history + 1, *tokens.shape), np.int64)
+    reachable = np.ones(batch.rows, bool)
+    flat = np.empty((history + 1, batch.rows), np.int64)
     for back in range(history + 1):
-        part = slice(history - back, history - back + span)
         # A missing id hides everything further back.
-        reachable &= valid[:, part]
-        context[back] = np.where(reachable, folded[:, part], tables.pad_folded)
-    flat = context.reshape(history + 1, -1)
+        reachable &= valid[at - back]
+        flat[back] = np.where(reachable, folded[at - back], tables.pad_folded)
     found = []
     for slot in range(len(tables.layers)):
         running = np.bitwise_xor.accumulate(flat * tables.multipliers[slot].numpy()[:, None], 0)[1:]
         primes = tables.primes[slot].numpy().reshape(history, 1, -1)
         offsets = tables.offsets[slot].numpy().reshape(history, 1, -1)
         rows = running[:, :, None] % primes + offsets
-        found.append(torch.from_numpy(rows.transpose(1, 0, 2).reshape(tokens.size, -1)))
+        found.append(torch.from_numpy(rows.transpose(1, 0, 2).reshape(batch.rows, -1)))
     return found
 
 

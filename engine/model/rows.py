@@ -1,18 +1,19 @@
 """RowBatch: the host-side arithmetic of one pass, from positions and page tables to row numbers in the arena.
 
-A pass computes a rectangle of rows: `sequences` x `span` consecutive positions. A decode step is n x 1, a verify step
-n x (k + 1), a prefill chunk 1 x tokens. Rows are numbered sequence by sequence. Everything here is integer arithmetic
+A pass computes consecutive positions of several sequences: one of each in a decode step, k + 1 in a verify step, as
+many as each has left in a prefill step. Rows are numbered sequence by sequence. Everything here is integer arithmetic
 on numpy, done once per pass and shared by all layers; `StepTables` turns it into the tensors that layers index with.
 
 Two ways to see the window: up to SPARE_ROWS positions at a time, rows go into the rings first and are read back from
-there ("ringed"); a longer span would overwrite ring rows that its own first rows still need, so it is laid out behind
-its look-back in the arena's staging rows, and only its last rows go to the rings ("staged"). Both read the same numbers
-in the same order.
+there ("ringed"); a longer span would overwrite ring rows that its own first rows still need, so every sequence of such
+a pass is laid out behind its look-back in the arena's staging rows, and only its last rows go to the rings ("staged").
+Both read the same numbers in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,21 @@ Ints = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class RowBatch:
-    """One rectangle of rows.
+    """The rows of one pass.
 
     Attributes:
         slabs: int64[sequences].
         starts: int64[sequences], position of each sequence's first row.
-        tokens: int64[sequences, span].
+        tokens: int64[sequences, span]; a sequence with fewer rows fills the front of its line.
         tables: int64[sequences, pages], page ids in order; padded with any valid page id where shorter.
+        counts: int64[sequences], rows of each sequence; None where all have `span`.
     """
 
     slabs: Ints
     starts: Ints
     tokens: Ints
     tables: Ints
+    counts: Ints | None = None
 
     @property
     def sequences(self) -> int:
@@ -47,11 +50,45 @@ class RowBatch:
 
     @property
     def span(self) -> int:
+        """Most rows of a sequence."""
         return int(self.tokens.shape[1])
 
-    @property
+    @functools.cached_property
+    def spans(self) -> Ints:
+        """int64[sequences], rows of each sequence."""
+        return np.full(self.sequences, self.span) if self.counts is None else self.counts
+
+    @functools.cached_property
     def rows(self) -> int:
-        return self.sequences * self.span
+        return int(self.spans.sum())
+
+    @functools.cached_property
+    def firsts(self) -> Ints:
+        """int64[sequences], number of each sequence's first row."""
+        return np.cumsum(self.spans) - self.spans
+
+    @functools.cached_property
+    def owner(self) -> Ints:
+        """int64[rows], the sequence of each row."""
+        return np.repeat(np.arange(self.sequences), self.spans)
+
+    @functools.cached_property
+    def positions(self) -> Ints:
+        """int64[rows]."""
+        return np.arange(self.rows) + (self.starts - self.firsts)[self.owner]
+
+    @functools.cached_property
+    def ids(self) -> Ints:
+        """int64[rows]."""
+        if self.counts is None:
+            return self.tokens.ravel()
+        return self.tokens[np.arange(self.span) < self.counts[:, None]]
+
+    def last_rows(self, count: int) -> Ints:
+        """int64[n], numbers of the rows that are among the last `count` of their sequence."""
+        if self.span <= count:
+            return np.arange(self.rows)
+        return np.nonzero(np.arange(self.rows) >= (self.firsts + self.spans - count)[self.owner])[0]
 
 
 class Closing:
@@ -62,15 +99,13 @@ class Closing:
         first: int64[closing], position of each entry's first token.
     """
 
-    def __init__(self, positions: Ints, tables: Ints, ratio: int, page_tokens: int) -> None:
-        flat = positions.ravel()
-        self.rows: Ints = np.nonzero((flat + 1) % ratio == 0)[0]
-        last = flat[self.rows]
+    def __init__(self, batch: RowBatch, ratio: int, page_tokens: int) -> None:
+        self.rows: Ints = np.nonzero((batch.positions + 1) % ratio == 0)[0]
+        last = batch.positions[self.rows]
         entry = last // ratio
         self.first: Ints = entry * ratio
         per_page = page_tokens // ratio
-        sequence = self.rows // positions.shape[1]
-        self._page: Ints = tables[sequence, entry // per_page]
+        self._page: Ints = batch.tables[batch.owner[self.rows], entry // per_page]
         self._within: Ints = entry % per_page
 
     def __len__(self) -> int:
@@ -92,10 +127,10 @@ class StepTables:
     """Row numbers of one pass.
 
     Attributes:
-        batch: the rectangle.
-        positions: int64[sequences, span].
+        batch: the rows.
         flat_positions: int64[rows padded to tiles]; padding rows stand at position 0.
         staged: whether the window goes through the staging rows.
+        staging_rows: how many of those it takes.
         visible: per ratio, int64[rows, 1] entries that each row sees.
         closing: per ratio, the entries that rows close.
         window_bias: float32[rows, window], 0 where the window row exists, else -inf.
@@ -108,39 +143,43 @@ class StepTables:
             arena: where rows are.
             window: tokens a row sees, itself included.
             ratios: compression ratios of the model.
-            batch: the rectangle.
+            batch: the rows.
             floor: lowest position that has window rows; above 0 in a bounded replay, which starts with none.
         """
         self.batch = batch
         self._arena = arena
         self._window = window
         layout = arena.layout
-        span = batch.span
-        self.positions: Ints = batch.starts[:, None] + np.arange(span)
-        flat = self.positions.ravel()
+        flat = batch.positions
         self.flat_positions = np.zeros(padded(len(flat)), np.int64)
         self.flat_positions[: len(flat)] = flat
-        self.staged = span > SPARE_ROWS
+        self.staged = batch.span > SPARE_ROWS
+        self.staging_rows = 0
         self.visible = {ratio: torch.from_numpy((flat[:, None] + 1) // ratio) for ratio in ratios}
         self.max_visible = {ratio: int(flat.max() + 1) // ratio for ratio in ratios}
-        self.closing = {ratio: Closing(self.positions, batch.tables, ratio, layout.page_tokens) for ratio in ratios}
+        self.closing = {ratio: Closing(batch, ratio, layout.page_tokens) for ratio in ratios}
 
         seen = flat[:, None] + np.arange(1 - window, 1)
         self.window_bias = torch.from_numpy(np.where(seen >= floor, np.float32(0), np.float32(-np.inf)))
         _, slab_stride = arena.window_row(0)
         ring = layout.ring
-        base = np.repeat(batch.slabs * slab_stride, span)
+        base = (batch.slabs * slab_stride)[batch.owner]
         if self.staged:
-            past = np.arange(1 - window, 0) + batch.starts[0]
-            self._past_valid = past >= floor
-            self._past = batch.slabs[0] * slab_stride + past % ring
-            kept = min(span, ring)
-            self._kept = kept
-            self._ring_write = base[-kept:] + flat[-kept:] % ring
-            reads = arena.staging_row + np.arange(len(flat))[:, None] + np.arange(window)
+            # Every sequence's look-back, as far as there is one, and then its rows.
+            behind = np.clip(batch.starts - floor, 0, window - 1)
+            begins = np.cumsum(behind + batch.spans) - batch.spans
+            self.staging_rows = int(behind.sum()) + batch.rows
+            back = np.arange(behind.max(), 0, -1)
+            sequence, place = np.nonzero(back <= behind[:, None])
+            self._past_at = arena.staging_row + begins[sequence] - back[place]
+            self._past = (batch.slabs * slab_stride)[sequence] + (batch.starts[sequence] - back[place]) % ring
+            self._staging_at = arena.staging_row + np.arange(batch.rows) + (begins - batch.firsts)[batch.owner]
+            reads = np.where(seen >= floor, self._staging_at[:, None] + np.arange(1 - window, 1), arena.zero_row)
             self._staging_read = torch.from_numpy(reads)
+            kept = batch.last_rows(ring)
+            self._kept = torch.from_numpy(kept)
+            self._ring_write = base[kept] + flat[kept] % ring
         else:
-            self._kept = len(flat)
             self._ring_write = base + flat % ring
             firsts = np.array([arena.window_row(layer)[0] for layer in range(layout.window_layers)])
             reads = np.where(seen >= floor, base[:, None] + seen % ring + firsts[:, None, None], arena.zero_row)
@@ -156,11 +195,10 @@ class StepTables:
         table = self._arena.rows
         window_kv = window_kv.to(table.dtype)
         if self.staged:
-            past = np.where(self._past_valid, first + self._past, self._arena.zero_row)
-            staging = table[self._arena.staging_row :]
-            staging[: len(past)] = table.index_select(0, torch.from_numpy(past))
-            staging[len(past) : len(past) + len(window_kv)] = window_kv
-            window_kv = window_kv[-self._kept :]
+            past = table.index_select(0, torch.from_numpy(first + self._past))
+            table.index_copy_(0, torch.from_numpy(self._past_at), past)
+            table.index_copy_(0, torch.from_numpy(self._staging_at), window_kv)
+            window_kv = window_kv.index_select(0, self._kept)
         table.index_copy_(0, torch.from_numpy(first + self._ring_write), window_kv)
 
     def pool_rows(self, pool: Pool, raw: Tensor) -> Tensor:
@@ -175,22 +213,25 @@ class StepTables:
         """
         arena, batch, ratio = self._arena, self.batch, pool.ratio
         first, stride = arena.pool_row(pool)
-        flat = self.positions.ravel()
-        slot = first + np.repeat(batch.slabs * stride, batch.span)
+        flat, owner = batch.positions, batch.owner
+        slot = first + batch.slabs * stride
         closing = self.closing[ratio].rows
         back = np.arange(1 - ratio, 1)
         if not self.staged:
-            arena.raw.index_copy_(0, torch.from_numpy(slot + flat % pool.ring), raw)
-            reads = slot[closing, None] + (flat[closing, None] + back) % pool.ring
+            arena.raw.index_copy_(0, torch.from_numpy(slot[owner] + flat % pool.ring), raw)
+            reads = slot[owner[closing], None] + (flat[closing, None] + back) % pool.ring
             return arena.raw.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
-        past = flat[0] + np.arange(1 - ratio, 0)
+        past = batch.starts[:, None] + back[:-1]
         # An entry never reaches before position 0, so what a clamped read returns is not used.
-        before = arena.raw.index_select(0, torch.from_numpy(slot[0] + np.maximum(past, 0) % pool.ring))
-        joined = torch.cat((before, raw))
-        reads = closing[:, None] + np.arange(ratio)
-        kept = min(len(flat), pool.ring)
-        places = slot[-kept:] + flat[-kept:] % pool.ring
-        arena.raw.index_copy_(0, torch.from_numpy(places), raw[-kept:])
+        places = slot[:, None] + np.maximum(past, 0) % pool.ring
+        joined = torch.cat((arena.raw.index_select(0, torch.from_numpy(places.ravel())), raw))
+        # Every sequence's `ratio - 1` rows before its first stand in front, sequence by sequence; then all rows.
+        place = (closing - batch.firsts[owner[closing]])[:, None] + back
+        inside = past.size + closing[:, None] + back
+        reads = np.where(place >= 0, inside, (owner[closing, None] + 1) * (ratio - 1) + place)
+        kept = batch.last_rows(pool.ring)
+        places = slot[owner[kept]] + flat[kept] % pool.ring
+        arena.raw.index_copy_(0, torch.from_numpy(places), raw.index_select(0, torch.from_numpy(kept)))
         return joined.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
 
     def entry_rows(self, plane: Plane) -> Tensor:
@@ -211,7 +252,6 @@ def load_ids(arena: Arena, slabs: Ints, starts: Ints, history: int) -> Ints:
 def store_ids(arena: Arena, batch: RowBatch) -> None:
     """Keep each sequence's trailing ids for later passes."""
     first, stride = arena.id_cell()
-    kept = min(batch.span, ID_RING)
-    positions = batch.starts[:, None] + np.arange(batch.span - kept, batch.span)
-    cells = first + batch.slabs[:, None] * stride + positions % ID_RING
-    arena.ints.numpy()[cells] = batch.tokens[:, -kept:]
+    kept = batch.last_rows(ID_RING)
+    cells = first + batch.slabs[batch.owner[kept]] * stride + batch.positions[kept] % ID_RING
+    arena.ints.numpy()[cells] = batch.ids[kept]

@@ -1,9 +1,9 @@
 """PagedTransformer: the incremental forward of a batch of rows over the paged arena.
 
-One pass serves decode (n sequences x 1 row), verify (n x (k + 1)) and prefill chunks (1 x tokens). In each layer the
-rows first write what later rows may read (window rows, raw compressor rows, the entries they close), then attend with
-their own visibility, so earlier rows of a pass are visible to later ones. All writes are addressed by position and
-repeat harmlessly.
+One pass serves decode (n sequences x 1 row), verify (n x (k + 1)) and prefill chunks (whatever each of n prompts has
+left). In each layer the rows first write what later rows may read (window rows, raw compressor rows, the entries they
+close), then attend with their own visibility, so earlier rows of a pass are visible to later ones. All writes are
+addressed by position and repeat harmlessly.
 
 The property everything here serves: a row's result is the same, bit for bit, whatever else is in its pass and however
 the prompt was cut. Products run on fixed tiles (tiles.py), attention on fixed sets (attention.py), element-wise work
@@ -148,10 +148,10 @@ class PagedTransformer:
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch, wanted: Sequence[int] | None = None) -> Tensor:
-        """Run a rectangle of rows through all layers, writing their state.
+        """Run rows through all layers, writing their state.
 
         Args:
-            batch: the rows. A span above SPARE_ROWS needs a single sequence.
+            batch: the rows.
             wanted: row numbers whose logits are returned; None for all.
 
         Returns:
@@ -225,8 +225,12 @@ class PagedTransformer:
         if batch.span > self.max_chunk:
             raise ConfigError(f"a chunk may have at most {self.max_chunk} rows, found {batch.span}")
         tables = StepTables(self.arena, self.shape.window, self._ratios, batch)
+        if tables.staging_rows > self.arena.staging_rows:
+            raise ConfigError(
+                f"the chunks of a pass need {tables.staging_rows} staging rows, there are {self.arena.staging_rows}"
+            )
         ids = torch.zeros(padded(batch.rows), dtype=torch.int64)
-        ids[: batch.rows] = torch.from_numpy(batch.tokens.ravel())
+        ids[: batch.rows] = torch.from_numpy(batch.ids)
         # Every stream starts as the embedding, and so does the first input, which is all of stream 0.
         lines = self._embed.index_select(0, ids).unsqueeze(1).repeat(1, self.shape.num_streams + 1, 1)
         pre = np.zeros((len(ids), self.shape.num_streams), np.float32)
@@ -244,7 +248,7 @@ class PagedTransformer:
         if with_memory:
             if self._engram is not None:
                 earlier = load_ids(self.arena, batch.slabs, batch.starts, self._engram.history)
-                found = hash_rows(self._engram, batch.tokens, earlier)
+                found = hash_rows(self._engram, batch, earlier)
                 memory_rows = dict(zip(self._engram.layers, found, strict=True))
             store_ids(self.arena, batch)
         near = PlaceSet(self.arena, tables, shape, selected=0)

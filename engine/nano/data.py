@@ -12,7 +12,6 @@ import json
 import lzma
 import multiprocessing
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,16 +75,6 @@ def read_documents(path: Path) -> list[str]:
     with lzma.open(path, "rt", encoding="utf-8") as file:
         text = file.read()
     return [BOS + document.rstrip("\n") for document in text.split(BOS)[1:]]
-
-
-def read_validation(path: Path) -> dict[str, list[str]]:
-    """Held-out documents by domain."""
-    documents: dict[str, list[str]] = {}
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            documents.setdefault(row["domain"], []).append(row["text"])
-    return documents
 
 
 _tokenizer: Tokenizer | None = None
@@ -236,44 +225,3 @@ class Sampler:
         starts = np.array([self.starts[d][int(u * len(self.starts[d]))] for d, u in zip(picks, places, strict=True)])
         at = torch.from_numpy(starts).to(self.corpus.device).unsqueeze(1)
         return self.corpus.flat[at + torch.arange(self.length + 1, device=self.corpus.device)].long()
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Rows of one held-out domain.
-
-    Attributes:
-        tokens: int64[rows, length + 1], right-padded; a document longer than a row goes on in the next one.
-        counts: int64[rows], real tokens of each row, of which all but the first are predicted.
-        num_bytes: UTF-8 bytes of the text without named tokens.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    num_bytes: int
-
-
-def held_out_rows(documents: list[str], tokenizer: Tokenizer, length: int, pad: int) -> HeldOut:
-    """Cut documents into rows that start at a document's start or where the row before ended."""
-    rows, counts, num_bytes = [], [], 0
-    for text in documents:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        num_bytes += len(tokenizer.decode(ids, skip_special_tokens=True).encode())
-        # Rows share one token: it is the last target of one and the first input of the next.
-        for at in range(0, max(1, len(ids) - 1), length):
-            piece = ids[at : at + length + 1]
-            counts.append(len(piece))
-            rows.append(piece + [pad] * (length + 1 - len(piece)))
-    return HeldOut(torch.tensor(rows), torch.tensor(counts), num_bytes)
-
-
-def iterate_rows(held_out: HeldOut, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of exactly `rows` rows (the last one filled up with repeats that count nothing)."""
-    total = held_out.tokens.shape[0]
-    for at in range(0, total, rows):
-        tokens, counts = held_out.tokens[at : at + rows], held_out.counts[at : at + rows]
-        missing = rows - tokens.shape[0]
-        if missing:
-            tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))
-            counts = torch.cat((counts, torch.zeros(missing, dtype=counts.dtype)))
-        yield tokens, counts

@@ -1,7 +1,8 @@
 """The training loop: steps of the main model, then steps of the drafter, each against the wall clock.
 
-Owns masters, optimisers, schedule and the state on disk. Progress runs from 0 to 1 and is a function of the time spent,
-so that a run always ends with a finished decay, whatever the throughput; a later call goes on from the stored progress.
+Owns the order of a step, the phases and the state on disk. Progress runs from 0 to 1 and is a function of the time
+spent, so that a run always ends with a finished decay, whatever the throughput; a later call goes on from the stored
+progress.
 
 Phases of the main model by progress: dense attention; the indexer learns from INDEX_FROM on; its choice is used from
 SELECT_FROM on; long rows from LONG_FROM on; rounding to the file's formats in the forward from ROUND_FROM on.
@@ -10,12 +11,9 @@ The drafter learns afterwards, on the frozen and rounded main model, so its loss
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,163 +25,20 @@ from torch import Tensor
 
 from engine.model.engram import EngramTables
 from engine.model.shapes import ModelShape
-from engine.nano.build import TensorPlan, initial_weights, plan_tensors
 from engine.nano.data import Corpus, Sampler
 from engine.nano.forward import Forward
-from engine.nano.optim import Muon, balance_bias, clip_gradients
+from engine.nano.journal import Journal
+from engine.nano.optim import balance_bias
+from engine.nano.part import Part, Recipe, learning_rate
+from engine.nano.plan import initial_weights, plan_tensors
 from engine.nano.rounding import round_weights
 
 INDEX_FROM = 0.04
 SELECT_FROM = 0.40
 LONG_FROM = 0.87
 ROUND_FROM = 0.88
-FLAT_UNTIL = 0.30
-LAST_LR = 0.02
+DRAFT_ROUND_FROM = 0.70
 PART_BYTES = 15 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Numbers of a run.
-
-    Attributes:
-        step_tokens: tokens per step.
-        micro_tokens: tokens per forward; gradients add up over the forwards of a step.
-        length: tokens per row, and `long_length` at the end.
-        index_tokens: tokens of each forward that the indexer learns from.
-        muon_lr: of matrices.
-        adam_lr: of tables and router; vectors take half of it.
-        warm_steps: linear warm-up.
-        clip: limit of the gradient norm.
-        bias_rate: step of the router bias.
-        anchors: drafted blocks per row in the drafter's phase.
-        draft_tokens: tokens of target text per drafter step.
-        seed: of weights and batches.
-    """
-
-    step_tokens: int = 131072
-    micro_tokens: int = 65536
-    length: int = 1024
-    long_length: int = 4096
-    index_tokens: int = 16384
-    muon_lr: float = 0.015
-    adam_lr: float = 3e-3
-    warm_steps: int = 100
-    clip: float = 1.0
-    bias_rate: float = 1e-3
-    anchors: int = 48
-    draft_tokens: int = 65536
-    seed: int = 7
-
-
-def learning_rate(progress: float, step: int, warm_steps: int) -> float:
-    """Factor on the peak rate: linear warm-up by steps, flat, then linear to LAST_LR at progress 1."""
-    decay = 1.0 if progress < FLAT_UNTIL else 1 - (1 - LAST_LR) * (progress - FLAT_UNTIL) / (1 - FLAT_UNTIL)
-    return min(1.0, (step + 1) / warm_steps) * max(decay, LAST_LR)
-
-
-class Part:
-    """One half of the model (target or drafter): its masters and their optimisers.
-
-    Args:
-        masters: name -> float32 on the training device.
-        plans: of exactly these tensors.
-        recipe: rates.
-        shape: the model (groups of heads).
-    """
-
-    def __init__(
-        self, masters: dict[str, Tensor], plans: Mapping[str, TensorPlan], recipe: Recipe, shape: ModelShape
-    ) -> None:
-        self.masters, self.plans, self.recipe = masters, dict(plans), recipe
-        self.learned = {name: p for name, p in masters.items() if plans[name].kind != "bias"}
-        for parameter in self.learned.values():
-            parameter.requires_grad_(True)
-        splits = {"wo_a.weight": shape.o_groups, "engram.wkv.weight": shape.num_streams + 1}
-        matrices = {n: p for n, p in self.learned.items() if plans[n].kind == "matrix"}
-        self.muon = Muon(matrices, splits=splits)
-        slow = [p for n, p in self.learned.items() if plans[n].kind == "vector"]
-        fast = [p for n, p in self.learned.items() if plans[n].kind in ("table", "index")]
-        on_gpu = next(iter(masters.values())).is_cuda
-        self.adam = torch.optim.AdamW(
-            [{"params": fast, "peak": recipe.adam_lr}, {"params": slow, "peak": recipe.adam_lr / 2}],
-            betas=(0.9, 0.95),
-            eps=1e-10,
-            weight_decay=0.0,
-            fused=on_gpu,
-        )
-
-    def leaves(self, rounded: bool) -> dict[str, Tensor]:
-        """The tensors a step differentiates: the masters, or leaves with the rounded values."""
-        if not rounded:
-            return self.masters
-        values = round_weights({n: p.detach() for n, p in self.masters.items()}, self.plans)
-        return {n: v.requires_grad_(n in self.learned) for n, v in values.items()}
-
-    def step(self, leaves: Mapping[str, Tensor], factor: float) -> float:
-        """Move the masters by the gradients of `leaves`; returns the gradient norm (NaN: nothing was moved)."""
-        for name, parameter in self.learned.items():
-            grad = leaves[name].grad
-            parameter.grad = torch.zeros_like(parameter) if grad is None else grad
-        norm = clip_gradients(list(self.learned.values()), self.recipe.clip)
-        if math.isfinite(norm):
-            self.muon.step(self.recipe.muon_lr * factor)
-            for group in self.adam.param_groups:
-                group["lr"] = group["peak"] * factor
-            self.adam.step()
-        for parameter in self.learned.values():
-            parameter.grad = None
-        return norm
-
-    def state(self) -> dict[str, Any]:
-        """All that a later call needs."""
-        masters = {name: p.detach() for name, p in self.masters.items()}
-        return {"masters": masters, "muon": self.muon.state(), "adam": self.adam.state_dict()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take the state of an earlier call."""
-        with torch.no_grad():
-            for name, parameter in self.masters.items():
-                parameter.copy_(state["masters"][name])
-        self.muon.load(state["muon"])
-        self.adam.load_state_dict(state["adam"])
-
-
-class Journal:
-    """One line of figures every few seconds: to stdout and, as JSON, to a file."""
-
-    def __init__(self, path: Path, every: float) -> None:
-        self.path, self.every = path, every
-        self.last = time.monotonic()
-        self.tokens = 0
-        self.sums: dict[str, Tensor] = {}
-        self.count = 0
-
-    def note(self, tokens: int, values: Mapping[str, Tensor]) -> None:
-        """Adds one step's figures without waiting for the device."""
-        self.tokens += tokens
-        self.count += 1
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach().float()
-
-    def due(self) -> bool:
-        """Time for a line."""
-        return time.monotonic() - self.last >= self.every and self.count > 0
-
-    def write(self, **fields: Any) -> None:
-        """Print the means since the last line."""
-        means = {name: round(float(value) / max(self.count, 1), 4) for name, value in self.sums.items()}
-        now = time.monotonic()
-        line = {
-            **{k: round(v, 5) if isinstance(v, float) else v for k, v in fields.items()},
-            **means,
-            "tokens_per_s": round(self.tokens / max(now - self.last, 1e-9)),
-        }
-        self.last, self.tokens, self.sums, self.count = now, 0, {}, 0
-        text = json.dumps(line)
-        print(text, flush=True)
-        with self.path.open("a") as file:
-            file.write(text + "\n")
 
 
 class Loop:
@@ -195,7 +50,7 @@ class Loop:
         recipe: numbers of the run.
         device: where it runs.
         work: folder for the state and the journal.
-        compiled: compile regions of the forward; failures fall back to plain torch with a warning.
+        compiled: compile regions of the forward.
     """
 
     def __init__(
@@ -216,7 +71,6 @@ class Loop:
         self.plans = plans
         self.main = self._part(weights, drafter=False)
         self.drafter = self._part(weights, drafter=True)
-        self.micro_tokens = recipe.micro_tokens
         self.progress = 0.0
         self.draft_progress = 0.0
         self.steps = 0
@@ -244,7 +98,7 @@ class Loop:
     def backward(self, leaves: Mapping[str, Tensor], rows: Tensor, *, select: bool, index: bool) -> dict[str, Tensor]:
         """Gradients of one step, in as many forwards as memory asks for; returns figures and `loads`."""
         length = rows.shape[1] - 1
-        per_forward = max(1, self.micro_tokens // length)
+        per_forward = max(1, self.recipe.micro_tokens // length)
         parts = rows.split(per_forward)
         figures: dict[str, Tensor] = {}
         for part in parts:
@@ -259,30 +113,11 @@ class Loop:
                 figures[name] = figures.get(name, 0) + (value if name == "loads" else value / len(parts))
         return figures
 
-    def try_backward(self, leaves: Mapping[str, Tensor], rows: Tensor, **flags: bool) -> dict[str, Tensor]:
-        """`backward`, with the two retreats a lent machine may force: smaller forwards, plain torch."""
-        while True:
-            for leaf in leaves.values():
-                leaf.grad = None
-            try:
-                return self.backward(leaves, rows, **flags)
-            except torch.OutOfMemoryError:
-                if self.micro_tokens <= rows.shape[1]:
-                    raise
-                self.micro_tokens //= 2
-                print(f"WARNING: out of memory; forwards of {self.micro_tokens} tokens from here", flush=True)
-            except Exception as error:
-                if not self.forward.compiled:
-                    raise
-                print(f"WARNING: compiled forward failed, plain torch from here: {error!r:.2000}", flush=True)
-                self.forward.set_compiled(False)
-            torch.cuda.empty_cache()
-
     def main_step(self, sampler: Sampler, progress: float) -> dict[str, Tensor]:
         """One step at a progress; returns figures for the journal."""
         rows = sampler.batch(self.steps, max(1, self.recipe.step_tokens // sampler.length))
         leaves = self.main.leaves(progress >= ROUND_FROM)
-        figures = self.try_backward(leaves, rows, select=progress >= SELECT_FROM, index=progress >= INDEX_FROM)
+        figures = self.backward(leaves, rows, select=progress >= SELECT_FROM, index=progress >= INDEX_FROM)
         loads = figures.pop("loads")
         factor = learning_rate(progress, self.steps, self.recipe.warm_steps)
         norm = self.main.step(leaves, factor)
@@ -391,9 +226,7 @@ class Loop:
         step = 0
         while self.draft_progress < 1:
             rows = sampler.batch(self.draft_steps, max(1, self.recipe.draft_tokens // sampler.length))
-            leaves = self.drafter.leaves(self.draft_progress >= 0.7)
-            for leaf in leaves.values():
-                leaf.grad = None
+            leaves = self.drafter.leaves(self.draft_progress >= DRAFT_ROUND_FROM)
             loss, figures = self.draft_loss(frozen, leaves, rows, self.draft_steps)
             loss.backward()
             loads = figures.pop("loads")
@@ -420,7 +253,7 @@ class Loop:
 
     def counters(self) -> dict[str, Any]:
         """Plain numbers of the run so far."""
-        names = ("progress", "draft_progress", "steps", "draft_steps", "tokens", "skipped", "seconds", "micro_tokens")
+        names = ("progress", "draft_progress", "steps", "draft_steps", "tokens", "skipped", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def save(self) -> None:
@@ -471,12 +304,3 @@ class Loop:
             counters = file.metadata()
         self._count({k: (float(v) if "." in v or "e" in v else int(v)) for k, v in counters.items()})
         return True
-
-
-@contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Prints how long a stage took."""
-    begin = time.monotonic()
-    print(f"{name} ..", flush=True)
-    yield
-    print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)

@@ -62,7 +62,7 @@ class Muon:
     def step(self, lr: float) -> None:
         """Move every parameter; gradients are read from `.grad` and must be present."""
         for size, members in self.groups.items():
-            grads = torch.cat([self.parameters[name].grad.view(-1, *size) for name, _ in members])
+            grads = torch.cat([_gradient(name, self.parameters[name]).view(-1, *size) for name, _ in members])
             buffer = self.buffers[size]
             buffer.lerp_(grads, 1 - self.momentum)
             update = orthogonalise(grads.lerp_(buffer, self.momentum)).float()
@@ -82,6 +82,11 @@ class Muon:
         """Take the buffers of an earlier run over the same parameters."""
         for (a, b), buffer in self.buffers.items():
             buffer.copy_(state[f"{a}x{b}"])
+
+
+def _gradient(name: str, parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, f"{name} has no gradient"
+    return parameter.grad
 
 
 @torch.no_grad()

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.model.checkpoint import Store
 from engine.model.quantise import fake_quantise_fp8, fake_quantise_mxfp4
-from engine.nano.build import BLOCK, TensorPlan
+from engine.nano.plan import BLOCK, TensorPlan
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def round_weights(weights: Mapping[str, Tensor], plans: Mapping[str, TensorPlan]
         name -> float32, new tensors.
     """
     rounded: dict[str, Tensor] = {}
-    groups: dict[str, list[tuple[str, Tensor]]] = {"fp8": [], "rows": [], "fp4": []}
+    groups: dict[Store, list[tuple[str, Tensor]]] = {"fp8": [], "rows": [], "fp4": []}
     for name, weight in weights.items():
         store = plans[name].store
         if store == "fp32":
@@ -41,14 +42,14 @@ def round_weights(weights: Mapping[str, Tensor], plans: Mapping[str, TensorPlan]
             groups["fp8"].append((name, blocks.reshape(-1, BLOCK * BLOCK)))
         else:
             groups[store].append((name, weight.reshape(-1, BLOCK)))
-    for store, members in groups.items():
+    for kind, members in groups.items():
         if not members:
             continue
         flat = torch.cat([part for _, part in members])
-        flat = fake_quantise_mxfp4(flat) if store == "fp4" else fake_quantise_fp8(flat, (1, flat.shape[1]))
+        flat = fake_quantise_mxfp4(flat) if kind == "fp4" else fake_quantise_fp8(flat, (1, flat.shape[1]))
         for (name, _), part in zip(members, flat.split([len(part) for _, part in members]), strict=True):
             size = weights[name].shape
-            if store == "fp8":
+            if kind == "fp8":
                 part = part.view(size[0] // BLOCK, size[1] // BLOCK, BLOCK, BLOCK).transpose(1, 2)
             rounded[name] = part.reshape(size)
     return rounded

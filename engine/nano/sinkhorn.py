@@ -2,32 +2,30 @@
 
 Owns one operation: `sinkhorn(logits, iterations, eps)`, float32[N, 4, 4] -> float32[N, 4, 4]. It exists because the
 plain form is some eighty tiny kernels forwards and twice as many backwards per sublayer, which would rule the training
-step. On a CUDA device both directions are one Triton kernel each; elsewhere, and after `use_triton(False)`, it is the
-plain form of `engine.model.hyper`.
+step. On a CUDA device both directions are one Triton kernel each; elsewhere it is the plain form of
+`engine.model.hyper`.
 
 Source: Sinkhorn & Knopp 1967, in the vendor's form: a row softmax, then columns, then (iterations - 1) times rows and
 columns.
 """
 
+# Triton reads the annotations of a kernel's parameters itself: Python types have no place there.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
-from engine.model.hyper import sinkhorn as sinkhorn_plain
+from engine.errors import DeviceError
+from engine.model import hyper
 
 try:  # Training machines with a GPU have Triton; a laptop does not need it.
     import triton
     import triton.language as tl
 except ImportError:  # pragma: no cover - depends on the machine
     triton = None
-
-_state = {"triton": triton is not None}
-
-
-def use_triton(enabled: bool) -> None:
-    """Switches the Triton kernels on or off for this process (a trainer's self-test may refuse them)."""
-    _state["triton"] = enabled and triton is not None
-
 
 if triton is not None:
 
@@ -90,7 +88,7 @@ class _Sinkhorn(torch.autograd.Function):
     BLOCK = 64
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
         logits = logits.contiguous()
         n = logits.shape[0]
         out = torch.empty_like(logits)
@@ -101,7 +99,7 @@ class _Sinkhorn(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (logits,) = ctx.saved_tensors
         n = logits.shape[0]
         out = torch.empty_like(logits)
@@ -121,6 +119,29 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
         iterations: Normalisation rounds (the vendor's 20).
         eps: Added to the softmax and to every denominator.
     """
-    if _state["triton"] and logits.is_cuda:
-        return _Sinkhorn.apply(logits.float(), iterations, eps)
-    return sinkhorn_plain(logits.float(), iterations, eps)
+    if triton is not None and logits.is_cuda:
+        mixed: torch.Tensor = _Sinkhorn.apply(logits.float(), iterations, eps)
+        return mixed
+    return hyper.sinkhorn(logits.float(), iterations, eps)
+
+
+def check_sinkhorn(device: torch.device) -> float:
+    """Compare both directions with the plain form on `device`; returns the largest difference.
+
+    Raises:
+        DeviceError: it is above 1e-4, more than the order of float32 sums explains.
+    """
+    logits = torch.randn(1000, 4, 4, device=device).mul_(2).requires_grad_()
+    weight = torch.randn(1000, 4, 4, device=device)
+    values, grads = [], []
+    for function in (sinkhorn, hyper.sinkhorn):
+        value = function(logits, 20, 1e-6)
+        values.append(value.detach())
+        grads.append(torch.autograd.grad(value, logits, weight)[0])
+    gap = max(float((pair[0] - pair[1]).abs().max()) for pair in (values, grads))
+    # Written so that a NaN is refused too.
+    if not gap <= 1e-4:
+        raise DeviceError(
+            f"the Sinkhorn kernels differ from plain torch by {gap:.1e} on {device}; at most 1e-4 is right"
+        )
+    return gap

@@ -13,8 +13,6 @@ import json
 import os
 import shutil
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,18 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.model.checkpoint import load_checkpoint
-from engine.model.quantise import save_checkpoint
+from engine.model.engram import load_tables
 from engine.model.shapes import shape_from_config
-from engine.nano.build import make_config, make_tables, miniature_sizes, narrow_stores, print_budget
+from engine.nano.build import TOKENIZER, make_config, make_tables, miniature_sizes
 from engine.nano.data import Corpus, Sampler, prepare
-from engine.nano.evaluate import Extent, measure
+from engine.nano.export import export
 from engine.nano.forward import Forward
-from engine.nano.loop import Loop, Recipe, stage
-from engine.nano.sinkhorn import sinkhorn, sinkhorn_plain, use_triton
+from engine.nano.journal import stage
+from engine.nano.loop import LONG_FROM, Loop
+from engine.nano.measure import Extent, measure
+from engine.nano.part import Recipe
+from engine.nano.plan import print_budget
+from engine.nano.sinkhorn import check_sinkhorn
 
 # Seconds kept back at the end of a call.
 SAVE_SECONDS = 20.0
@@ -62,39 +64,13 @@ def configure(device: torch.device) -> None:
         if hasattr(dynamo, name):
             setattr(dynamo, name, value)
     if device.type == "cuda":
-        check_sinkhorn(device)
-
-
-def check_sinkhorn(device: torch.device) -> None:
-    """Compare the Triton kernels with plain torch once; refuse them with a warning if they fail or differ."""
-    try:
-        logits = torch.randn(1000, 4, 4, device=device).mul_(2).requires_grad_()
-        weight = torch.randn(1000, 4, 4, device=device)
-        values, grads = [], []
-        for function in (sinkhorn, sinkhorn_plain):
-            value = function(logits, 20, 1e-6)
-            values.append(value.detach())
-            grads.append(torch.autograd.grad(value, logits, weight)[0])
-        gap = max(float((pair[0] - pair[1]).abs().max()) for pair in (values, grads))
-        print(f"sinkhorn kernels differ from plain torch by {gap:.1e}", flush=True)
-        if not gap < 1e-4:
-            raise ValueError(f"difference {gap}")
-    except Exception as error:
-        print(f"WARNING: sinkhorn kernels refused: {error!r:.1000}", flush=True)
-        use_triton(False)
-
-
-def export(loop: Loop, config: dict[str, Any], out: Path) -> None:
-    """Write the quantised checkpoint and read it back."""
-    save_checkpoint(out, config, loop.weights(), narrow_stores(loop.shape))
-    load_checkpoint(out)
-    print(f"exported {(out / 'model.safetensors').stat().st_size:,} bytes", flush=True)
+        print(f"sinkhorn kernels differ from plain torch by {check_sinkhorn(device):.1e}", flush=True)
 
 
 def report(loop: Loop, tokenizer: Tokenizer, work: Path, out: Path, digests: dict[str, str], extent: Extent) -> None:
     """Measure the exported file and write evaluation.json."""
     shape, weights = load_checkpoint(out)
-    forward = Forward(shape, loop.forward.tables, loop.device, compiled=False)
+    forward = Forward(shape, load_tables(out, shape), loop.device, compiled=False)
     weights = {name: weight.to(loop.device) for name, weight in weights.items()}
     result: dict[str, Any] = {"run": loop.counters(), "shards_sha256": digests}
     result |= measure(forward, weights, tokenizer, work / "validation.jsonl.xz", extent)
@@ -102,10 +78,14 @@ def report(loop: Loop, tokenizer: Tokenizer, work: Path, out: Path, digests: dic
 
 
 def smoke(loop: Loop, corpus: Corpus, config: dict[str, Any], tokenizer: Tokenizer, work: Path, steps: int) -> None:
-    """A few steps of every phase, each on its own, with rate and memory; failures are printed, not raised."""
-
-    def phase(name: str, progress: float) -> None:
-        length = loop.recipe.length if progress < 0.87 else loop.recipe.long_length
+    """A few steps of every phase, each on its own, with rate and memory, then export and report."""
+    for name, progress in (
+        ("dense", 0.0),
+        ("dense and indexer", 0.1),
+        ("selected", 0.5),
+        ("long and rounded", 0.95),
+    ):
+        length = loop.recipe.length if progress < LONG_FROM else loop.recipe.long_length
         sampler = Sampler(corpus, length, 1)
         begin = time.monotonic()
         loop.main_step(sampler, progress)
@@ -119,36 +99,15 @@ def smoke(loop: Loop, corpus: Corpus, config: dict[str, Any], tokenizer: Tokeniz
         memory = torch.cuda.max_memory_allocated() / 2**30 if loop.device.type == "cuda" else 0.0
         values = {key: round(float(value), 3) for key, value in figures.items()}
         print(f"smoke {name}: first step {first:.1f} s, {rate:,.0f} tokens/s, {memory:.1f} GiB, {values}", flush=True)
-
-    def drafting() -> None:
-        for count in (1, steps):
-            begin = time.monotonic()
-            loop.draft_progress = 0.6
+    for count in (1, steps):
+        loop.draft_progress = 0.0
+        with stage(f"smoke drafter, {count} steps"):
             loop.run_drafter(corpus, 0.0, max_steps=count)
             _synchronise(loop.device)
-            print(f"smoke drafter: {count} steps in {time.monotonic() - begin:.1f} s", flush=True)
-            loop.draft_progress = 0.0
-
-    def finish() -> None:
+    with stage("smoke export and report"):
         out = work / "smoke"
-        begin = time.monotonic()
-        export(loop, config, out)
+        export(loop, config, tokenizer, out)
         report(loop, tokenizer, work, out, corpus.digests, Extent(rows_per_domain=4, prompts=6, new_tokens=12))
-        print(f"smoke export and report: {time.monotonic() - begin:.1f} s", flush=True)
-
-    phases: list[tuple[str, Callable[[], None]]] = [
-        ("dense", lambda: phase("dense", 0.0)),
-        ("dense and indexer", lambda: phase("dense and indexer", 0.1)),
-        ("selected", lambda: phase("selected", 0.5)),
-        ("long and rounded", lambda: phase("long and rounded", 0.95)),
-        ("drafter", drafting),
-        ("export and report", finish),
-    ]
-    for name, run in phases:
-        try:
-            run()
-        except Exception:
-            print(f"SMOKE FAILURE in {name}\n{traceback.format_exc()[-3000:]}", flush=True)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -182,20 +141,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     end = begin + 60 * options.minutes
     work, out = options.work, options.out
-    tokenizer_path = Path(__file__).with_name("tokenizer.json")
     if options.corpus is not None:
         with stage("tokenise"):
-            prepare(options.corpus, work, tokenizer_path, workers=options.workers)
+            prepare(options.corpus, work, TOKENIZER, workers=options.workers)
     if options.prepare:
         return
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device)
     configure(device)
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     config = make_config(tokenizer, miniature_sizes() if options.miniature else None)
     shape = shape_from_config(config)
     if not options.miniature:
-        print_budget(shape, tokenizer_path.stat().st_size)
+        print_budget(shape, TOKENIZER.stat().st_size)
     recipe = MINIATURE if options.miniature else Recipe()
     if options.micro:
         recipe = dataclasses.replace(recipe, micro_tokens=options.micro)
@@ -220,12 +178,12 @@ def main(arguments: list[str] | None = None) -> None:
             loop.save_parts(out)
     if last:
         with stage("first export"):
-            export(loop, config, out)
+            export(loop, config, tokenizer, out)
         if loop.draft_progress < 1:
             with stage("drafter"):
                 loop.run_drafter(corpus, end - SAVE_SECONDS - MEASURE_SECONDS)
         with stage("export"):
-            export(loop, config, out)
+            export(loop, config, tokenizer, out)
             loop.save()
             loop.save_parts(out)
         shutil.copy(work / "journal.jsonl", out / "journal.jsonl")

@@ -33,6 +33,7 @@ from transport.messages import (
     RankStarting,
     RequestAborted,
     RequestFinished,
+    RequestStarted,
     ReservePages,
     StartPrefill,
     Timings,
@@ -126,6 +127,23 @@ class FakeRank:
         vocab = self.given["vocab"]
         requests = list(self.rows)
         n = len(requests)
+        for request in requests:
+            reserve = self.reserved[request]
+            if self.rows[request][1] == reserve.generated:
+                self.head.post(
+                    RequestStarted(
+                        request=request,
+                        attempt=reserve.attempt,
+                        prompt_tokens=reserve.num_ids - reserve.generated,
+                        cached_tokens=0,
+                        prefill_rank=reserve.prefill_rank,
+                        decode_rank=self.given["rank"],
+                        pushed_bytes=64 * reserve.num_ids,
+                        pushes=1,
+                        post_us=1,
+                        timings=Timings(),
+                    )
+                )
         blob = struct.pack(f"<{n}q", *requests)
         blob += struct.pack(f"<{n}i", *(self.reserved[r].attempt for r in requests))
         blob += struct.pack(f"<{n}i", *(self.rows[r][1] for r in requests))
@@ -137,22 +155,7 @@ class FakeRank:
             row[0] += 1
             row[1] += 1
             if row[1] >= reserve.sampling.max_tokens:
-                self.head.post(
-                    RequestFinished(
-                        request,
-                        reserve.attempt,
-                        "length",
-                        reserve.num_ids - reserve.generated,
-                        row[1],
-                        0,
-                        reserve.prefill_rank,
-                        self.given["rank"],
-                        64 * reserve.num_ids,
-                        1,
-                        1,
-                        Timings(),
-                    )
-                )
+                self.head.post(RequestFinished(request, reserve.attempt, "length", row[1], 1))
                 del self.rows[request], self.reserved[request]
 
     async def run_snapshots(self) -> None:

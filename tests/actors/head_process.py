@@ -28,6 +28,7 @@ from transport.messages import (
     Message,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     Sampling,
     StatusReport,
     Submit,
@@ -151,6 +152,7 @@ class TalkingClient:
         self.link = link
         self.hello: HeadHello | None = None
         self.tokens: dict[int, list[int]] = {}
+        self.starts: dict[int, RequestStarted] = {}
         self.ends: dict[int, Message] = {}
         self.others: list[Message] = []
         self.gone: str | None = None
@@ -164,6 +166,8 @@ class TalkingClient:
                         assert index == len(row), "a gap or a repeat"
                         assert request not in self.ends, "tokens after the end"
                         row.extend(tokens)
+                case RequestStarted() as start:
+                    self.starts[start.request] = start
                 case RequestFinished(request=request) | RequestFailed(request=request):
                     assert request not in self.ends, "two ends"
                     self.ends[request] = frame.message

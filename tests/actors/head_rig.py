@@ -17,6 +17,7 @@ from transport.messages import (
     Message,
     RankReady,
     RequestFinished,
+    RequestStarted,
     Role,
     Sampling,
     Submit,
@@ -99,6 +100,7 @@ class Rig:
         self.nursery = nursery
         self.router = Router(make_limits(**changes))
         self.faults: dict[int, str] = {}
+        self.started: set[tuple[int, int]] = set()
 
     def _end(self, accepts_near: frozenset, accepts_far: frozenset, limit: int = 1 << 20) -> End:
         one, two = trio.testing.memory_stream_pair()
@@ -148,8 +150,17 @@ class Rig:
     def from_rank(self, rank: int, message: Message, blob: bytes = b"") -> None:
         self.router.rank_frames(rank, [Frame(message, memoryview(blob))])
 
+    def start(self, rank: int, request: int, attempt: int = 1) -> None:
+        """RequestStarted, if this attempt had none."""
+        if (request, attempt) not in self.started:
+            self.started.add((request, attempt))
+            self.from_rank(rank, RequestStarted(request, attempt, 3, 0, 0, rank, 100, 1, 1, Timings()))
+
     def emit(self, rank: int, rows: list[tuple[int, int, int, list[int]]]) -> None:
+        for request, attempt, _, _ in rows:
+            self.start(rank, request, attempt)
         self.from_rank(rank, *emitted(rows))
 
     def finish(self, rank: int, request: int, *, attempt: int = 1, tokens: int = 4) -> None:
-        self.from_rank(rank, RequestFinished(request, attempt, "length", 3, tokens, 0, 0, rank, 100, 1, 1, Timings()))
+        self.start(rank, request, attempt)
+        self.from_rank(rank, RequestFinished(request, attempt, "length", tokens, 1))

@@ -1,6 +1,6 @@
 """Rack: prefill and decode ranks in one process on virtual time, under a head that checks every word they say.
 
-Ranks are the production `run_rank` on PureDevice and MemoryFabric; killing one closes its streams, ends its fabric and
+Ranks are the production `run_rank` on SimDevice and MemoryFabric; killing one closes its streams, ends its fabric and
 tells the others, as a supervisor would. The head here is the test's: it submits, aborts, retries and keeps the books.
 """
 
@@ -21,7 +21,8 @@ from engine.actors.rank import run_rank
 from engine.config import Limits, RankConfig
 from engine.core.tokens import unpack_tokens
 from engine.ports import Device, RankIdentity, RankPorts
-from tests.actors.pure_device import EOS, PureDevice, draw
+from engine.sim.device import SimDevice
+from engine.sim.text import expect_text
 from transport.errors import PeerGone
 from transport.memory_fabric import MemoryFabric, MemoryWorld
 from transport.messages import (
@@ -38,6 +39,7 @@ from transport.messages import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     ReservePages,
     Sampling,
     StartPrefill,
@@ -79,6 +81,7 @@ class Request:
     pair: tuple[int, int] = (-1, -1)
     open_on: set[int] = dataclasses.field(default_factory=set)
     is_aborting: bool = False
+    started: RequestStarted | None = None
     finished: RequestFinished | None = None
     failed: RequestFailed | None = None
     outcome: str = ""
@@ -127,7 +130,7 @@ class Rack:
         self.world = MemoryWorld(random.Random(rng.random()))
         self.eos_share = eos_share
         self.make_device = make_device or (
-            lambda rank: PureDevice(num_pages=64, num_slabs=8, page_tokens=8, eos_share=eos_share)
+            lambda rank: SimDevice(num_pages=64, num_slabs=8, page_tokens=8, eos_share=eos_share)
         )
         roles = ["prefill"] * num_prefill + ["decode"] * num_decode
         self.ranks = {rank: Rank(rank, role) for rank, role in enumerate(roles)}
@@ -270,7 +273,7 @@ class Rack:
     def make_request(self, number: int, num_prompt: int, **sampling: object) -> Request:
         prompt = [self.rng.randrange(2, 1000) for _ in range(num_prompt)]
         choice = Sampling(**sampling)  # type: ignore[arg-type]
-        expected, reason = expect_tokens(number, num_prompt, choice, self.eos_share)
+        expected, reason = expect_text(array("i", prompt).tobytes(), choice, 1000, self.eos_share)
         return Request(number, prompt, choice, expected, reason)
 
     def submit(self, request: Request) -> None:
@@ -353,6 +356,8 @@ class Rack:
             case TokensEmitted():
                 for row in unpack_tokens(message.num_rows, message.num_tokens, blob):
                     self._on_row(rank, *row)
+            case RequestStarted():
+                self._on_started(rank, message)
             case RequestFinished():
                 self._on_finished(rank, message)
             case RequestFailed():
@@ -369,19 +374,26 @@ class Rack:
         request = self.requests[number]
         assert attempt == request.attempt and rank.rank == request.pair[1], "row of another attempt"
         assert rank.rank in request.open_on, f"request {number}: tokens after its end"
+        assert request.started is not None and request.started.attempt == attempt, "tokens before the start"
         assert index == len(request.tokens), f"request {number}: index {index}, have {len(request.tokens)}"
         request.tokens += tokens
         assert request.tokens == request.expected[: len(request.tokens)], f"request {number}: wrong tokens"
+
+    def _on_started(self, rank: Rank, message: RequestStarted) -> None:
+        request = self.requests[message.request]
+        assert message.attempt == request.attempt and rank.rank in request.open_on
+        assert request.started is None or request.started.attempt < message.attempt, "started twice"
+        assert message.prompt_tokens == len(request.prompt)
+        assert (message.prefill_rank, message.decode_rank) == request.pair
+        assert message.pushed_bytes > 0 and message.pushes > 0
+        request.started = message
 
     def _on_finished(self, rank: Rank, message: RequestFinished) -> None:
         request = self.requests[message.request]
         assert message.attempt == request.attempt and rank.rank in request.open_on
         assert request.tokens == request.expected, f"request {request.number} ended early"
         assert message.reason == request.reason
-        assert message.prompt_tokens == len(request.prompt)
         assert message.completion_tokens == len(request.tokens)
-        assert (message.prefill_rank, message.decode_rank) == request.pair
-        assert message.pushed_bytes > 0 and message.pushes > 0
         request.finished = message
         if request.is_aborting:
             # It overtook the abort, which is still acknowledged by both ranks.
@@ -401,22 +413,6 @@ class Rack:
         if not message.retryable:
             request.outcome = "failed"
         self._abort_attempt(request)
-
-
-def expect_tokens(number: int, num_prompt: int, sampling: Sampling, eos_share: float) -> tuple[list[int], str]:
-    """The whole completion and why it ends, by the rules of the API and nothing else."""
-    tokens: list[int] = []
-    while len(tokens) < sampling.max_tokens:
-        masked = sampling if len(tokens) < sampling.min_tokens else Sampling()
-        if masked.min_tokens == 0:
-            token = draw(number, num_prompt + len(tokens), Sampling(), 1000, eos_share)
-        else:
-            token = draw(number, num_prompt + len(tokens), masked, 1000, eos_share)
-        tokens.append(token)
-        is_end = token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos)
-        if is_end and len(tokens) > sampling.min_tokens:
-            return tokens, "stop"
-    return tokens, "length"
 
 
 async def wait_free(rack: Rack, seconds: float = 30.0, *, num_slabs: int = 8) -> None:

@@ -45,7 +45,7 @@ async def test_requests_of_two_clients_are_answered_exactly(tmp_path):
                 for request in range(1, 41):
                     end = await client.end_of(request)
                     assert isinstance(end, RequestFinished)
-                    ranks.add(end.decode_rank)
+                    ranks.add(client.starts[request].decode_rank)
                     assert client.tokens[request] == answer([request, last], 1 + request % modulus)
             assert one.hello.max_model_tokens == 1000 and one.hello.config_digest == head.config.digest
         report = await head.status()
@@ -177,7 +177,7 @@ async def test_a_cancelled_request_ends_on_both_ranks(tmp_path):
                 end = await client.end_of(request)
                 assert isinstance(end, RequestFailed) and end.code == "cancelled"
         report = await head.status()
-        assert (report.running, report.failed) == (0, 2)
+        assert (report.running, report.cancelled, report.failed) == (0, 2, 0)
         assert [rank.snapshot.waiting for rank in report.ranks if rank.role == "decode"] in ([0], [1], [2])
 
 

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from engine.errors import ConfigError, DeviceError
-from tests.actors.pure_device import PureCosts, PureDevice
+from engine.sim.device import SimDevice
 from tests.actors.rack import LIMITS, Rack, wait_done, wait_free
 from transport.memory_fabric import Faults
 from transport.messages import (
@@ -103,7 +103,7 @@ async def test_a_failed_device_answers_every_request_and_ends_the_rank(autojump_
         rack = Rack(
             nursery,
             random.Random(1),
-            make_device=lambda rank: PureDevice(
+            make_device=lambda rank: SimDevice(
                 num_pages=64, num_slabs=8, page_tokens=8, fail_at_step=5 if rank == 1 else 0
             ),
         )
@@ -127,7 +127,7 @@ async def test_a_device_that_hangs_is_found_by_the_watchdog(autojump_clock: trio
             nursery,
             random.Random(1),
             limits=dataclasses.replace(LIMITS, step_s=2.0),
-            make_device=lambda rank: PureDevice(
+            make_device=lambda rank: SimDevice(
                 num_pages=64, num_slabs=8, page_tokens=8, hang_at_step=3 if rank == 0 else 0
             ),
         )
@@ -213,7 +213,7 @@ async def test_ids_that_no_embedding_has_are_refused_before_the_device_sees_them
 async def test_priorities_go_first_and_ties_by_arrival(autojump_clock: trio.abc.Clock) -> None:
     async with trio.open_nursery() as nursery:
         rack = Rack(
-            nursery, random.Random(3), make_device=lambda rank: PureDevice(num_pages=6, num_slabs=8, page_tokens=8)
+            nursery, random.Random(3), make_device=lambda rank: SimDevice(num_pages=6, num_slabs=8, page_tokens=8)
         )
         await rack.start()
         order: list[int] = []
@@ -253,8 +253,8 @@ async def test_ranks_with_different_layouts_refuse_each_other(autojump_clock: tr
         rack = Rack(
             nursery,
             random.Random(3),
-            make_device=lambda rank: PureDevice(
-                num_pages=16, num_slabs=8, page_tokens=8, layout_digest="pq"[rank], costs=PureCosts()
+            make_device=lambda rank: SimDevice(
+                num_pages=16, num_slabs=8, page_tokens=8, layout_digest="pq"[rank]
             ),
         )
         rack.auto_retry = False
@@ -284,7 +284,7 @@ class Peer:
         )
         self.nursery.start_soon(frames.run_writer)
         assert self.rack.ranks[0].fabric is not None
-        frames.post(PeerHello(PROTOCOL_VERSION, 0, generation, "pure"), self.rack.ranks[0].fabric.describe())
+        frames.post(PeerHello(PROTOCOL_VERSION, 0, generation, "sim-8"), self.rack.ranks[0].fabric.describe())
         return frames
 
 
@@ -359,7 +359,7 @@ async def test_a_silent_writer_fails_the_request_in_time_and_keeps_the_pages(aut
         PagesPushed(1, 99, 0, 1, 10),
         PagesPushed(7, 1, 0, 1, 10),
         EpochEnded(1, 99),
-        PeerHello(PROTOCOL_VERSION, 0, 1, "pure"),
+        PeerHello(PROTOCOL_VERSION, 0, 1, "sim-8"),
     ],
 )
 async def test_a_peer_that_breaks_the_protocol_loses_its_link_and_nothing_else(

@@ -14,6 +14,7 @@ from transport.messages import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     ReservePages,
     StartPrefill,
     TokensEmitted,
@@ -136,7 +137,7 @@ async def test_no_rank_gets_more_than_it_may_hold_and_an_end_makes_room(nursery)
     assert len(await prefill.take()) == 0  # the decode rank is as full as before
     rig.finish(1, numbers[0])
     assert len(await prefill.take()) == 1 and rig.router.num_waiting == 1
-    assert [type(message) for message in await end.take()] == [TokensEmitted, RequestFinished]
+    assert [type(message) for message in await end.take()] == [RequestStarted, TokensEmitted, RequestFinished]
 
 
 async def test_tokens_of_one_step_reach_each_client_renumbered_and_in_order(nursery):
@@ -150,7 +151,8 @@ async def test_tokens_of_one_step_reach_each_client_renumbered_and_in_order(nurs
         rig.submit(two, request, attempt=3)
     a, b, c, d = [message.request for message in await decode.take()]
     rig.emit(1, [(d, 3, 0, [1]), (a, 1, 0, [2, 3]), (b, 3, 0, [4]), (c, 1, 0, [5, 6, 7])])
-    [frame_one], [frame_two] = await end_one.take_frames(), await end_two.take_frames()
+    [*starts_one, frame_one], [*_, frame_two] = await end_one.take_frames(), await end_two.take_frames()
+    assert [(start.message.request, start.message.attempt) for start in starts_one] == [(10, 1), (11, 1)]
     assert rows_of(frame_one) == [(10, 1, 0, [2, 3]), (11, 1, 0, [5, 6, 7])]
     assert rows_of(frame_two) == [(11, 3, 0, [1]), (10, 3, 0, [4])]
 
@@ -160,8 +162,8 @@ async def test_rows_of_ended_requests_and_of_other_attempts_are_dropped(nursery)
     _, end, _, _, _, (a, b) = await placed(rig, num=2)
     rig.finish(1, a)
     rig.emit(1, [(a, 1, 0, [1]), (b, 2, 0, [2]), (b, 1, 0, [3])])
-    finished, frame = await end.take_frames()
-    assert finished.message.request == 1
+    _, finished, start, frame = await end.take_frames()
+    assert finished.message.request == 1 and start.message.request == 2
     assert rows_of(frame) == [(2, 1, 0, [3])]
 
 
@@ -213,7 +215,7 @@ async def test_a_finish_overtakes_the_cancellation_with_all_its_tokens(nursery):
     rig.emit(1, [(number, 1, 0, [1, 2, 3, 4])])
     rig.finish(1, number)
     rig.from_rank(1, RequestAborted(number, 1))
-    assert [type(message) for message in await end.take()] == [TokensEmitted, RequestFinished]
+    assert [type(message) for message in await end.take()] == [RequestStarted, TokensEmitted, RequestFinished]
     await rig.router.wait_idle()
 
 
@@ -249,7 +251,7 @@ async def test_a_client_that_leaves_takes_its_requests_along(nursery):
         rig.from_rank(rank, RequestAborted(number, 1))
     [reserve] = await decode.take()
     rig.emit(1, [(reserve.request, 1, 0, [8])])
-    assert [rows_of(frame) for frame in await end.take_frames()] == [[(1, 1, 0, [8])]]
+    assert [rows_of(frame) for frame in (await end.take_frames())[1:]] == [[(1, 1, 0, [8])]]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -276,7 +278,8 @@ async def test_a_prefill_rank_may_die_once_the_first_token_is_out(nursery):
     rig.emit(1, [(a, 1, 0, [7])])
     rig.router.rank_lost(0, "gone")
     rig.finish(1, a)
-    tokens, failed, finished = await end.take()
+    start, tokens, failed, finished = await end.take()
+    assert isinstance(start, RequestStarted) and (start.request, start.prefill_rank, start.pushed_bytes) == (1, 0, 100)
     assert isinstance(tokens, TokensEmitted)
     assert isinstance(failed, RequestFailed) and failed.request == 2
     assert isinstance(finished, RequestFinished) and finished.request == 1
@@ -309,8 +312,9 @@ async def test_a_client_that_does_not_read_is_dropped_whole_and_nobody_else_noti
     for index in range(8):  # no checkpoint between: nothing is written out meanwhile
         rig.emit(1, [(a, 1, index, [1]), (b, 1, index, [2])])
     assert len(drops) == 1 and "200" in drops[0]
-    assert len(await quick_end.take()) == 8
-    seen = [row for frame in await slow_end.take_frames() for row in rows_of(frame)]
+    assert len(await quick_end.take()) == 9
+    [_, *frames] = await slow_end.take_frames()
+    seen = [row for frame in frames for row in rows_of(frame)]
     assert [row[2] for row in seen] == list(range(len(seen))) and len(seen) < 8
     rig.router.client_left(slow)
     assert await decode.take() == [Abort(a, 1)]
@@ -336,7 +340,8 @@ async def test_draining_refuses_the_new_and_finishes_the_old(nursery):
     rig.finish(1, number)
     [reserve] = await decode.take()
     rig.finish(1, reserve.request)
-    assert [message.request for message in await end.take()] == [1, 2]
+    ends = [message for message in await end.take() if isinstance(message, RequestFinished)]
+    assert [message.request for message in ends] == [1, 2]
     await rig.router.wait_idle()
 
 

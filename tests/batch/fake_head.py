@@ -19,7 +19,15 @@ import trio
 
 from transport import messages
 from transport.errors import EngineError
-from transport.messages import HEAD_FROM_CLIENT, PROTOCOL_VERSION, HeadHello, RequestFailed, RequestFinished, Timings
+from transport.messages import (
+    HEAD_FROM_CLIENT,
+    PROTOCOL_VERSION,
+    HeadHello,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    Timings,
+)
 from transport.stream import FrameStream, run_link
 from transport.unix import open_unix_listener
 from transport.wire import Frame
@@ -237,6 +245,8 @@ class _Connection:
                     del self._running[number]
                     ended.append((run, ""))
                 continue
+            if run.sent_now == 0:
+                self._start(run)
             token = token_at(run.prompt, run.sent)
             is_last = run.sent + 1 >= run.submit.sampling.max_tokens
             if run.sent >= natural_length(run.prompt) and not run.submit.sampling.ignore_eos:
@@ -265,21 +275,30 @@ class _Connection:
         self._link.post(messages.TokensEmitted(step=self._step, num_rows=len(rows), num_tokens=len(rows)), blob)
         self._head.tokens_sent += len(rows)
 
-    def _finish(self, run: _Run, reason: str) -> None:
+    def _start(self, run: _Run) -> None:
         self._link.post(
-            RequestFinished(
+            RequestStarted(
                 request=run.submit.request,
                 attempt=run.submit.attempt,
-                reason=reason,
                 prompt_tokens=len(run.prompt) // 4,
-                completion_tokens=run.sent,
                 cached_tokens=0,
                 prefill_rank=0,
                 decode_rank=1,
                 pushed_bytes=4096 * (1 + len(run.prompt) // 256),
                 pushes=1,
                 post_us=7,
-                timings=Timings(queue_us=10, prefill_us=20, push_us=30, handoff_us=40),
+                timings=Timings(queue_us=10, prefill_us=20, push_us=30),
+            )
+        )
+
+    def _finish(self, run: _Run, reason: str) -> None:
+        self._link.post(
+            RequestFinished(
+                request=run.submit.request,
+                attempt=run.submit.attempt,
+                reason=reason,
+                completion_tokens=run.sent,
+                handoff_us=40,
             )
         )
 

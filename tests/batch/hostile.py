@@ -43,21 +43,27 @@ WORDS = ("the", "sea", "and", "old", "king", "of", "light", "said", "his", "daug
 def make_lines(
     count: int, bad_share: float, seed: int, *, max_model_tokens: int = 2048, max_tokens: int = 8
 ) -> list[HostileLine]:
-    """Makes `count` lines of which about `bad_share` are bad; equal arguments give equal lines.
+    """Makes `count` lines, the bad ones at random places and in equal parts of every kind; equal arguments give equal
+    lines.
 
     Args:
         count: lines, blank ones included.
-        bad_share: 0 to 1.
+        bad_share: 0 to 1; where that makes fewer lines than there are kinds, one of each kind if they fit.
         seed: of all choices.
         max_model_tokens: context of the engine that will see them.
         max_tokens: largest `max_tokens` of good lines.
     """
     rng = random.Random(seed)
     maker = _Maker(rng, max_model_tokens, max_tokens)
+    num_bad = round(count * bad_share)
+    if 0 < num_bad < len(maker.bad) <= count:
+        num_bad = len(maker.bad)
+    kinds = [maker.bad[number % len(maker.bad)] for number in range(num_bad)]
+    rng.shuffle(kinds)
+    place_to_kind = dict(zip(rng.sample(range(count), num_bad), kinds, strict=True))
     lines: list[HostileLine] = []
     for place in range(count):
-        table = maker.bad if rng.random() < bad_share else maker.good
-        why, make = rng.choice(table)
+        why, make = place_to_kind.get(place) or rng.choice(maker.good)
         made = make(f"{why}-{place}")
         if made is None:  # nothing to repeat yet
             why, make = maker.good[0]

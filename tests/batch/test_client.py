@@ -15,7 +15,15 @@ from engine.actors import client as client_module
 from engine.actors.client import HeadClient, Row, run_head_client
 from engine.errors import EngineError, PeerGone, RemoteProtocolError
 from transport import messages
-from transport.messages import HEAD_FROM_CLIENT, HeadHello, RequestFailed, RequestFinished, Sampling, Timings
+from transport.messages import (
+    HEAD_FROM_CLIENT,
+    HeadHello,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    Sampling,
+    Timings,
+)
 from transport.stream import FrameStream
 
 HELLO = HeadHello(
@@ -54,6 +62,7 @@ class Link:
         self.heard = heard
         self.ended = ended
         self._got: list[Any] = []
+        self._started: set[tuple[int, int]] = set()
 
     async def next(self) -> Any:
         """The next frame from the client."""
@@ -61,8 +70,12 @@ class Link:
             self._got += await self.head.receive()
         return self._got.pop(0)
 
-    def tokens(self, *rows: tuple[int, int, int, list[int]]) -> None:
-        """Sends TokensEmitted of rows (request, attempt, index, ids)."""
+    def tokens(self, *rows: tuple[int, int, int, list[int]], starts: bool = True) -> None:
+        """Sends TokensEmitted of rows (request, attempt, index, ids), and RequestStarted before the first of each."""
+        for request, attempt, _, _ in rows if starts else ():
+            if (request, attempt) not in self._started:
+                self._started.add((request, attempt))
+                self.head.post(RequestStarted(request, attempt, 1, 0, 3, 4, 5, 6, 7, Timings(queue_us=8)))
         numbers = array.array("q", [row[0] for row in rows]).tobytes()
         columns = [[row[1] for row in rows], [row[2] for row in rows], [len(row[3]) for row in rows]]
         ids = [token for row in rows for token in row[3]]
@@ -75,15 +88,8 @@ class Link:
                 request=request,
                 attempt=attempt,
                 reason="length",
-                prompt_tokens=1,
                 completion_tokens=completion_tokens,
-                cached_tokens=0,
-                prefill_rank=0,
-                decode_rank=1,
-                pushed_bytes=1,
-                pushes=1,
-                post_us=1,
-                timings=Timings(),
+                handoff_us=1,
             )
         )
 
@@ -155,6 +161,7 @@ async def test_columns_go_to_rows_and_an_answer_takes_a_row_out() -> None:
         ]
         assert link.client.unfinished() == [first]
         assert link.client.holds(first) and not link.client.holds(second)
+        assert second.started == RequestStarted(2, 1, 1, 0, 3, 4, 5, 6, 7, Timings(queue_us=8))
 
 
 async def test_a_failed_row_is_submitted_again_with_what_it_has() -> None:
@@ -195,7 +202,9 @@ async def test_what_was_cancelled_and_abandoned_is_not_heard_of_again() -> None:
     [
         (lambda link: link.tokens((1, 1, 1, [80])), "token 1 came where token 0 was next"),
         (lambda link: link.tokens((9, 1, 0, [80])), "speaks of request 9"),
-        (lambda link: link.tokens((1, 2, 0, [80])), "attempt 1, tokens say 2"),
+        (lambda link: link.tokens((1, 2, 0, [80]), starts=False), "attempt 1, tokens say 2"),
+        (lambda link: link.tokens((1, 2, 0, [80])), "is at attempt 1, the head says 2"),
+        (lambda link: link.tokens((1, 1, 0, [80]), starts=False), "tokens came before its start"),
         (lambda link: link.finished(1, 1), "finished with 1 tokens, but 0 came"),
         (lambda link: link.finished(1, 0, attempt=2), "is at attempt 1, the head says 2"),
         (lambda link: link.failed(4), "speaks of request 4"),

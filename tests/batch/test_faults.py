@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 
+from engine.actors.client import HeadClient, Row
 from engine.batch import connection, flight
+from engine.batch.flight import Flight
+from engine.batch.job import Job, Source
+from engine.batch.meter import Meter
+from engine.batch.options import BatchOptions
+from engine.batch.output import open_output
+from engine.batch.writer import RecordWriter
 from tests.batch.fake_head import FakeHead, Fault, natural_length
 from tests.batch.process import wait_until
 from tests.batch.rig import (
     RUN_S,
+    codec,
     completion_text,
     expected_text,
     head_at,
@@ -22,6 +30,7 @@ from tests.batch.rig import (
     run_at,
     write_lines,
 )
+from transport.messages import RequestFailed, Sampling
 from transport.unix import open_unix_listener
 
 
@@ -224,7 +233,8 @@ async def test_the_end_of_text_counts_even_if_the_head_dies_before_saying_so(tmp
     assert not head.breaches
     assert [submit.label for submit in head.submissions].count("r1") == 1
     assert outcome.answers["r0"]["engine"]["completion_tokens"] == 5
-    assert outcome.answers["r0"]["engine"]["prefill_rank"] is None
+    engine = outcome.answers["r0"]["engine"]
+    assert (engine["prefill_rank"], engine["pushed_bytes"], engine["handoff_ms"]) == (0, 4096, None)
     text, reason, _ = expected_text(prompt_ids("prompt number 1"), 60)
     assert reason == "stop"
     assert completion_text(outcome.answers["r1"]) == text
@@ -249,3 +259,61 @@ async def test_records_of_a_stopped_run_are_whole(tmp_path: Path) -> None:
     await run(tmp_path, prompts(20, max_tokens=12), head, order="input", inflight=8)
     for record in read_records(tmp_path / "out.jsonl"):
         assert record["custom_id"].startswith("r")
+
+
+class HaltingClock(trio.abc.Clock):
+    """Every look at it finds that much time gone, as on a machine that stops the process between two instructions."""
+
+    def __init__(self, gone_s: float) -> None:
+        self._now = 0.0
+        self._gone_s = gone_s
+
+    def start_clock(self) -> None:
+        pass
+
+    def current_time(self) -> float:
+        self._now += self._gone_s
+        return self._now
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return 0.0 if deadline <= self._now else 0.001
+
+
+class InstantClient:
+    """What Flight needs of a connection, without one."""
+
+    def __init__(self) -> None:
+        self.hello = FakeHead().hello
+        self.num_unfinished = 0
+        self.submitted = trio.Event()
+
+    async def submit(self, row: Row) -> int:
+        row.attempt += 1
+        self.submitted.set()
+        return 1
+
+
+@pytest.mark.parametrize("gone_s", [0.01 * step for step in range(1, 40)])
+def test_a_retry_that_falls_due_between_two_looks_at_the_clock_is_not_forgotten(tmp_path: Path, gone_s: float) -> None:
+    def nothing() -> None:
+        pass
+
+    async def main() -> None:
+        with open_output(str(tmp_path / "out.jsonl"), resume=False) as file:
+            writer = RecordWriter(file, None, ordered=False, written=nothing)
+            jobs = Flight(BatchOptions(retry=9), Meter(), writer, nothing)
+            client = InstantClient()
+            jobs.attach(cast(HeadClient, client))
+            row = Row(b"\0\0\0\0", Sampling(), label="r0")
+            source = Source("r0", 1, 0, "0", b"{}", b"")
+            jobs.add(Job(source, 0, "completion", row, codec().detokenizer(), None, False, ()))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(jobs.run_submissions)
+                with trio.fail_after(1000):
+                    for attempt in range(1, 6):
+                        await client.submitted.wait()
+                        client.submitted = trio.Event()
+                        jobs.row_failed(row, RequestFailed(1, attempt, "rank_lost", "", True, True))
+                nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=HaltingClock(gone_s))

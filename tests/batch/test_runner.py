@@ -125,6 +125,10 @@ async def test_a_stop_string_ends_a_text_before_it(tmp_path: Path) -> None:
     record = outcome.answers["line-000001"]
     choice = record["response"]["body"]["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
+    engine = outcome.answers["line-000001"]["engine"]
+    assert (engine["prefill_rank"], engine["decode_rank"], engine["pushed_bytes"]) == (0, 1, 4096)
+    assert (engine["queue_ms"], engine["prefill_ms"], engine["push_ms"]) == (0.01, 0.02, 0.03)
+    assert engine["handoff_ms"] is None, "the engine tells it with an end of its own"
     needed = next(n for n in range(1, len(pieces) + 1) if stop in "".join(pieces[:n]))
     assert record["response"]["body"]["usage"]["completion_tokens"] == needed <= place + 2
 

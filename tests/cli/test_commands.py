@@ -111,10 +111,10 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path):
 def test_a_daemon_that_can_not_start_reports_why_and_its_code(tmp_path):
     done = engine(
         "up", "--detach", "--wait", "ready", "--timeout", "40s", "--model", MODEL, "--dir", str(tmp_path / "run"),
-        "--set", "num_pages=20", "--set", "max_model_tokens=512",
+        "--set", "num_pages=20", "--set", "max_model_tokens=512", "--set", "replay_rows=1",
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "tokenizer.json does not exist" in done.stderr
+    assert "replay_rows must be 0 or at least the window" in done.stderr
     assert (tmp_path / "run" / "engine.log").stat().st_mode & 0o777 == 0o600
 
 

@@ -19,6 +19,7 @@ from engine.core.plan import DecodeRow, PrefillChunk, StepPlan
 from engine.errors import DeviceError, LocalProtocolError
 from engine.model.device import open_torch_device
 from engine.ports import Device
+from engine.sim.device import SimDevice
 from tests.model.paged_cases import write_checkpoint
 from transport.messages import Sampling
 
@@ -55,7 +56,16 @@ async def open_cpu(directory: Path) -> AsyncIterator[Device]:
         await device.aclose()
 
 
-FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[Device]]] = {"torch-cpu": open_cpu}
+@asynccontextmanager
+async def open_sim(directory: Path) -> AsyncIterator[Device]:
+    device = SimDevice(num_pages=32, num_slabs=6, page_tokens=8, max_model_tokens=64)
+    try:
+        yield device
+    finally:
+        await device.aclose()
+
+
+FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[Device]]] = {"sim": open_sim, "torch-cpu": open_cpu}
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from transport.messages import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     ReservePages,
     Sampling,
     StartPrefill,
@@ -98,6 +99,8 @@ class Client:
     open_on: set[int] = dataclasses.field(default_factory=set)
     is_aborting: bool = False
     is_given_up: bool = False
+    started: int = 0
+    """Latest attempt that was told to have started."""
     outcome: str = ""
 
 
@@ -130,6 +133,9 @@ class Cluster:
             max_model_tokens=1000,
             max_waiting=1000,
             grant_us=10_000_000,
+            quarantine_share=1.0,
+            cap_us=10**15,  # this cluster kills writers itself
+            room_us=10**15,
             step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS}), prompts=3),
         )
         kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
@@ -296,7 +302,13 @@ class Cluster:
                     client = self.clients[number]
                     assert attempt == client.attempt and node.rank in client.open_on, "tokens after the end"
                     assert index == len(client.tokens), f"request {number}: gap or repeat"
+                    assert client.started == attempt, "tokens before the start"
                     client.tokens += tokens
+            case RequestStarted():
+                client = self.clients[message.request]
+                assert message.attempt == client.attempt > client.started and node.rank in client.open_on
+                client.started = message.attempt
+                assert message.decode_rank == node.rank and message.pushed_bytes > 0
             case RequestFinished():
                 client = self.clients[message.request]
                 assert message.attempt == client.attempt and not client.outcome

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.backlog import Backlog
-from engine.core.routing import Pair, RankLoad, can_ever_hold, choose_pair
+from engine.core.routing import BROKEN_PAIR_S, BrokenPairs, Pair, RankLoad, can_ever_hold, choose_pair
 
 
 def load(
@@ -109,3 +109,28 @@ def test_a_prompt_larger_than_the_whole_queue_may_wait_alone():
     assert backlog.why_full(1000) is None
     backlog.add(1, "large", priority=0, num_ids=1000)
     assert "limit 10" in (backlog.why_full(1) or "")
+
+
+def test_a_broken_pair_is_used_only_when_there_is_no_other():
+    prefill, decode = [load(0), load(1, tokens=500)], [load(2), load(3, requests=7)]
+
+    def route(*broken: tuple[int, int]) -> Pair | None:
+        return choose_pair(
+            prefill, decode, num_ids=16, max_tokens_total=64, rank_waiting=8, broken=frozenset(broken)
+        )
+
+    assert route() == Pair(0, 2)
+    assert route((0, 2)) == Pair(0, 3)
+    assert route((0, 2), (0, 3)) == Pair(1, 2)
+    assert route((0, 2), (0, 3), (1, 2), (1, 3)) == Pair(0, 2)
+
+
+def test_a_pair_is_broken_for_a_while_or_until_one_of_its_ranks_begins_anew():
+    broken = BrokenPairs()
+    broken.mark(0, 2, 10.0)
+    broken.mark(1, 2, 12.0)
+    assert broken.current(12.0) == {(0, 2), (1, 2)}
+    assert broken.current(10.0 + BROKEN_PAIR_S) == {(1, 2)}
+    broken.mark(0, 3, 13.0)
+    broken.forget(2)
+    assert broken.current(13.0) == {(0, 3)}

@@ -161,16 +161,20 @@ def open_sequence(model: PagedTransformer, length: int, *, slab: int = 0, seed: 
 
 
 def join(batches: list[RowBatch]) -> RowBatch:
-    """Several sequences of one span in one pass."""
+    """Several sequences in one pass."""
     widest = max(batch.tables.shape[1] for batch in batches)
     tables = np.zeros((len(batches), widest), np.int64)
+    spans = np.array([batch.span for batch in batches])
+    tokens = np.zeros((len(batches), spans.max()), np.int64)
     for index, batch in enumerate(batches):
         tables[index, : batch.tables.shape[1]] = batch.tables[0]
+        tokens[index, : batch.span] = batch.tokens[0]
     return RowBatch(
         np.concatenate([batch.slabs for batch in batches]),
         np.concatenate([batch.starts for batch in batches]),
-        np.concatenate([batch.tokens for batch in batches]),
+        tokens,
         tables,
+        None if len(set(spans.tolist())) == 1 else spans,
     )
 
 

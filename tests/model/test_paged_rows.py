@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,40 @@ def test_a_batch_of_mixed_lengths_equals_its_rows_alone(source: Source) -> None:
             assert torch.equal(row, single[length + step])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_prompts_in_one_pass_have_the_bits_that_they_have_alone(source: Source, seed: int) -> None:
+    """Prompts of any lengths, begun and continued together in chunks of any sizes, and what they leave behind."""
+    rng = random.Random(seed)
+    ahead = 3
+    lengths = [rng.choice([1, 2, 3, 7, 8, 9, 19, 20, 21, 28, 29, 40, 63, 64, 65, 100, 130]) for _ in range(4)]
+    texts = [
+        random_ids(length + ahead, source.shape.vocab_size, seed=50 * seed + n) for n, length in enumerate(lengths)
+    ]
+    alone = [open_sequence(make_model(source), len(text)).run(text) for text in texts]
+    model = make_model(source)
+    together = [open_sequence(model, len(text), slab=slab, seed=slab) for slab, text in enumerate(texts)]
+    done = [0] * len(texts)
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        left = [n for n in range(len(texts)) if done[n] < lengths[n] and rng.random() < 0.7]
+        if not left:
+            continue
+        rng.shuffle(left)
+        sizes = [min(rng.choice([1, 3, 8, 9, 30, 64, 130]), lengths[n] - done[n]) for n in left]
+        batches = [
+            together[n].batch(texts[n][done[n] : done[n] + size], done[n]) for n, size in zip(left, sizes, strict=True)
+        ]
+        parts = model.forward(join(batches)).split(sizes)
+        for n, size, rows in zip(left, sizes, parts, strict=True):
+            assert torch.equal(rows, alone[n][done[n] : done[n] + size])
+            done[n] += size
+    for step in range(ahead):
+        batch = join(
+            [s.batch(t[n + step : n + step + 1], n + step) for s, t, n in zip(together, texts, lengths, strict=True)]
+        )
+        for row, single, length in zip(model.forward(batch), alone, lengths, strict=True):
+            assert torch.equal(row, single[length + step])
+
+
 def test_the_same_row_many_times_in_a_batch_has_the_same_bits_everywhere(
     source: Source, ids: np.ndarray, whole: torch.Tensor
 ) -> None:
@@ -168,3 +204,6 @@ def test_a_span_beyond_the_staging_rows_is_refused(source: Source, ids: np.ndarr
     model = make_model(source, chunk=32)
     with pytest.raises(ConfigError, match="at most 32 rows, found 33"):
         open_sequence(model, LENGTH).run(ids[:33])
+    both = [open_sequence(model, LENGTH, slab=slab).batch(ids[:26], 0) for slab in range(2)]
+    with pytest.raises(ConfigError, match="need 52 staging rows, there are 51"):
+        model.forward(join(both))

@@ -1,0 +1,163 @@
+"""The command `engine bench`: its options, turned into a measurement, a table and a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from engine.cli import config_options, resolve_options
+
+if TYPE_CHECKING:
+    from engine.config import ClusterConfig
+
+LIST_LIMIT = 4096
+"""A longer list of numbers is a mistake."""
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
+    """`1,8,32`: ascending whole numbers above zero; empty for none."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")] if value else []
+        if not all(word.isdigit() and 0 < int(word) < 1 << 31 for word in words) or len(words) > LIST_LIMIT:
+            self.fail(f"{value!r} is not a list of whole numbers above zero; write 1,8,32", param, ctx)
+        return tuple(sorted({int(word) for word in words}))
+
+
+class StepCaseText(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
+    """`ROWS:CONTEXT:STEPS`."""
+
+    name = "case"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int, int]:
+        if isinstance(value, tuple):
+            return value
+        words = value.split(":")
+        if len(words) != 3 or not all(word.isdigit() and int(word) > 0 for word in words):
+            self.fail(f"{value!r} is not ROWS:CONTEXT:STEPS", param, ctx)
+        return int(words[0]), int(words[1]), int(words[2])
+
+
+@click.group("bench")
+@click.help_option("-h", "--help")
+def bench() -> None:
+    """Measure the engine on this machine: the model's step alone, or the whole path beside it."""
+
+
+@bench.command("forward")
+@config_options
+@click.option("--rows", type=Numbers(), default="1,8,32", show_default=True, help="Sequences in a step.")
+@click.option("--context", type=click.IntRange(1), default=256, show_default=True, help="Ids of each sequence.")
+@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Steps of a sample.")
+@click.option("--case", "cases", type=StepCaseText(), multiple=True, help="ROWS:CONTEXT:STEPS, instead of the above.")
+@click.option("--prefill", type=Numbers(), default="64,256,1024", show_default=True, help="Prompt lengths.")
+@click.option("--samples", type=click.IntRange(1), default=3, show_default=True, help="Of everything.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
+@click.option("--quiet", is_flag=True, help="Nothing but the record.")
+@click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
+@click.option("--given", type=int, hidden=True, help="Descriptor with the resolved configuration.")
+@click.help_option("-h", "--help")
+def forward(given: int | None, **options: Any) -> int:
+    """The model's decode step, in this process, with no runtime around it; and how fast it reads prompts."""
+    if given is not None:
+        from engine.config import config_from_json
+        from engine.spawn import take_bytes
+
+        config = config_from_json(take_bytes(given))
+    else:
+        config = resolve_options(options).config
+    from engine.bench.forward import StepCase, measure_forward, open_bare_model
+    from engine.bench.table import forward_table
+
+    cases = [StepCase(*case) for case in options["cases"]]
+    cases = cases or [StepCase(rows, options["context"], options["steps"]) for rows in options["rows"]]
+    if not cases and not options["prefill"]:
+        raise click.UsageError("nothing to measure: --rows and --prefill are empty")
+    record = _begin("forward", config, options, ("rows", "context", "steps", "cases", "prefill", "samples", "seed"))
+    record |= measure_forward(
+        open_bare_model(config),
+        cases,
+        options["prefill"],
+        samples=options["samples"],
+        chunk=config.limits.prefill_chunk_tokens,
+        seed=options["seed"],
+        tell=_teller(options),
+    )
+    _end(record, forward_table(record), options)
+    return 0
+
+
+@bench.command("serve")
+@config_options
+@click.option("--sequences", type=Numbers(), default="1,8,32", show_default=True, help="Requests at once.")
+@click.option("--prompt-tokens", type=click.IntRange(2), default=256, show_default=True, help="Ids of each prompt.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(4),
+    default=128,
+    show_default=True,
+    help="Steps that all sequences make together.",
+)
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the engine's log.")
+@click.option("--quiet", is_flag=True, help="Nothing but the record.")
+@click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
+@click.help_option("-h", "--help")
+def serve(**options: Any) -> int:
+    """An engine of this run's own under load, seen from a client, and the bare forward beside it."""
+    import trio
+
+    from engine.bench.serve import ServeOptions, measure_serve
+    from engine.bench.table import serve_table
+
+    resolved = resolve_options(options)
+    config = resolved.config
+    if not options["sequences"]:
+        raise click.UsageError("nothing to measure: --sequences is empty")
+    if not options["verbose"] and resolved.origins.get("log.level") == "default":
+        config = dataclasses.replace(config, log_level="warning")  # people look at the figures, not at the engine
+    names = ("sequences", "prompt_tokens", "max_tokens", "repeat", "seed")
+    record = _begin("serve", config, options, names)
+    record["pools"] = {"prefill": len(config.prefill.ranks), "decode": len(config.decode.ranks)}
+    asked = ServeOptions(**{name: options[name] for name in names})
+
+    async def measure() -> dict[str, Any]:
+        return await measure_serve(config, asked, stderr=None, tell=_teller(options))
+
+    record |= trio.run(measure)
+    _end(record, serve_table(record), options)
+    return 0
+
+
+def _begin(name: str, config: ClusterConfig, options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    from engine.bench.record import begin_record
+
+    return begin_record(name, config, sys.argv[1:], {key: options[key] for key in names})
+
+
+def _teller(options: dict[str, Any]) -> Any:
+    return (lambda _: None) if options["quiet"] else (lambda line: click.echo(line, err=True))
+
+
+def _end(record: dict[str, Any], table: Any, options: dict[str, Any]) -> None:
+    """Table on stdout, or on stderr if the record goes to stdout."""
+    from rich.console import Console
+
+    from engine.bench.record import write_record
+
+    path = options["output_json"]
+    if path is not None:
+        write_record(record, path)
+    if not options["quiet"]:
+        console = Console(stderr=path == "-")
+        if not console.is_terminal:
+            console = Console(stderr=path == "-", width=200)
+        console.print(table)

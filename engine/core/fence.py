@@ -1,0 +1,80 @@
+"""Fence: when a writer has to go, because what it was granted stays in quarantine and somebody needs the memory.
+
+Quarantine ends by the writer's word or by its death, never by a deadline. So where the word does not come, the head is
+asked for the death. Three reasons, each with its patience: the quarantine is at its cap (`limits.quarantined_pages`, a
+share of pages or of slabs); a request waits for room that the quarantine takes; or the writer has no link, since it
+makes none anew while a write of the old one runs, and so serves nobody here. Time counts from the start of each
+quarantine, so that a rank which aborts much, and is answered, never accuses anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.core.arena import Arena
+from engine.core.handoff import DecodePhase
+from engine.core.pages import PageState
+from engine.core.request import Sequence
+
+Writer = tuple[int, int]
+"""Rank and generation."""
+
+
+class Fence:
+    """Of one decode rank.
+
+    Args:
+        share: of all pages, or of all slabs, in quarantine: the cap.
+        cap_us: patience with a quarantine while the cap is reached; a revoke is answered in milliseconds.
+        room_us: patience with a quarantine while a request waits for room, or while its writer has no link; a write may
+            rightly take so long.
+    """
+
+    def __init__(self, *, share: float, cap_us: int, room_us: int) -> None:
+        self._share = share
+        self._cap_us = cap_us
+        self._room_us = room_us
+        self._accused: set[Writer] = set()
+        self.next_us: int | None = None
+        """When to look again, if nothing happens until then."""
+
+    def look(
+        self,
+        arena: Arena,
+        epochs: Iterable[Sequence],
+        *,
+        is_short: bool,
+        is_linked: Callable[[int], bool],
+        now_us: int,
+    ) -> list[tuple[Writer, int]]:
+        """The writers to accuse now, each once, with the pages that they hold up.
+
+        Args:
+            epochs: all sequences whose epoch is open.
+            is_short: the first waiting request finds no room.
+            is_linked: whether a prefill rank has a pair stream.
+        """
+        self.next_us = None
+        if not arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
+            self._accused.clear()
+            return []
+        is_capped = any(
+            pool.count(PageState.QUARANTINED) >= self._share * pool.total for pool in (arena.pages, arena.slabs)
+        )
+        patience_us = self._cap_us if is_capped else self._room_us
+        writers: dict[Writer, int] = {}
+        for sequence in epochs:
+            if sequence.phase is not DecodePhase.QUARANTINED:
+                continue
+            sequence.quarantined_us = sequence.quarantined_us or now_us
+            writer = (sequence.reserve.prefill_rank, sequence.prefill_generation)
+            due_us = sequence.quarantined_us + patience_us
+            is_needed = is_capped or is_short or not is_linked(writer[0])
+            if not is_needed or writer in self._accused:
+                continue
+            if due_us <= now_us:
+                writers[writer] = writers.get(writer, 0) + len(sequence.pages)
+            else:
+                self.next_us = due_us if self.next_us is None else min(self.next_us, due_us)
+        self._accused.update(writers)
+        return sorted(writers.items())

@@ -1,0 +1,71 @@
+"""What a step costs in virtual time. Every constant has its source; none was measured on the machines simulated.
+
+Placeholders until `engine bench forward` files of real devices are fitted: roofline numbers for bf16 on one H200
+(4.8 TB/s, 790 TFLOP/s), parts summed, for the V4-Flash sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from engine.core.plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatCosts:
+    """`base_s`, and `token_s` for each id of a chunk and each row. For tests and small scenarios."""
+
+    base_s: float = 0.005
+    token_s: float = 0.0001
+
+    def __call__(self, plan: StepPlan) -> float:
+        ids = len(plan.rows)
+        for chunk in plan.chunks:
+            ids += chunk.num_tokens
+        return self.base_s + self.token_s * ids
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RooflineCosts:
+    """V4-Flash on one H200 of an expert-parallel group.
+
+    Attributes:
+        ranks: of the group.
+        layers, experts, expert_bytes: 43 layers with 256 experts of 13.37 MB (8.1).
+        dense_bytes: read once per step: projections, compressors, shared experts, head, gate (8.1): 7.75 GB.
+        read_bytes_per_s, flops: of the memory and of the units.
+        token_flops: per row, without the parts that grow with the context (8.1, 4K column: 29.1 less indexer, core).
+        context_flops: per row and id of context: indexer and core, from the 4K and 128K columns of 8.1.
+        kv_bytes: read per row and id of context: (112 - 12.7) MB over 124 K ids (8.1).
+        exchange_bytes_per_s, exchange_bytes: per row and step: 51 MB a step at 16 rows over 50 GB/s (8.3).
+        exchange_floor_s: 86 collectives of 20 us each (8.3).
+    """
+
+    ranks: int
+    layers: int = 43
+    experts: int = 256
+    expert_bytes: float = 13.37e6
+    dense_bytes: float = 7.75e9
+    read_bytes_per_s: float = 4.8e12
+    flops: float = 790e12
+    token_flops: float = 26.6e9
+    context_flops: float = 109e3
+    kv_bytes: float = 800.0
+    exchange_bytes: float = 3.2e6
+    exchange_bytes_per_s: float = 50e9
+    exchange_floor_s: float = 1.7e-3
+
+    def __call__(self, plan: StepPlan) -> float:
+        ids, context = len(plan.rows), 0
+        for row in plan.rows:
+            context += row.position
+        for chunk in plan.chunks:
+            ids += chunk.num_tokens
+            context += chunk.num_tokens * (chunk.start + chunk.num_tokens // 2)
+        tokens = self.ranks * ids
+        hit = self.experts / self.ranks * (1 - (1 - 6 / self.experts) ** tokens)
+        weights_s = (self.dense_bytes + self.layers * hit * self.expert_bytes) / self.read_bytes_per_s
+        kv_s = len(plan.rows) and self.kv_bytes * context / self.read_bytes_per_s
+        math_s = (self.token_flops * ids + self.context_flops * context) / self.flops
+        exchange_s = self.exchange_floor_s + self.exchange_bytes * ids / self.exchange_bytes_per_s
+        return max(weights_s + kv_s, math_s) + (exchange_s if self.ranks > 1 else 0.0)

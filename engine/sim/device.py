@@ -1,0 +1,329 @@
+"""SimDevice: a device that takes virtual time, writes `text`, and whose memory tells on misuse.
+
+Every page carries a tag: the request, its place in the sequence, how much of it is filled, and the checksum of the
+history before and after it. Every slab knows its request, its length, the checksum over all of it and the last token.
+A row reads its pages' tags back: they must form an unbroken chain that ends at the slab's checksum. So a page that was
+reused too early, pushed to the wrong place, not pushed, or written late by somebody else is a Violation in the step
+that reads it, and a repeated or skipped step shows as a wrong length. What a step reads and writes, it reads and
+writes when it ends: as late as a real one might.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import math
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from engine.errors import DeviceError, LocalProtocolError
+from engine.ports import DeviceInfo
+from engine.sim.costs import FlatCosts
+from engine.sim.text import EOS, append_chain, draw, extend_chain
+from engine.sim.violation import Violation
+from transport.fabric import BlockRun
+
+_PAGE = struct.Struct("<qiiII")
+"""request, index in the sequence, ids in it, checksum before, checksum after."""
+_SLAB = struct.Struct("<qiiIi")
+"""request, ids of history, last token, checksum, padding."""
+QUEUE_LIMIT = 2
+
+Costs = Callable[[StepPlan], float]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SimTicket:
+    """A submitted step. `done_at` is infinite while it is not known when it ends."""
+
+    step: int
+    plan: StepPlan
+    tokens: list[bytes]
+    cost_s: float
+    done_at: float = math.inf
+    result: StepResult | None = None
+    error: DeviceError | None = None
+    lot: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
+
+
+class SimDevice:
+    """See the module.
+
+    Args:
+        costs: virtual seconds of a plan.
+        sleep_until: how to wait for an instant; the event clock's own is cheaper than trio's.
+        group: device of a group that steps together; its members' steps end at the slowest's end.
+        reads_all: a row reads every page of its history, else the last one and one other, in turn.
+        fail_at_step, hang_at_step: from that step on it fails; that step never ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_slabs: int,
+        page_tokens: int,
+        max_model_tokens: int = 1 << 20,
+        vocab_size: int = 1000,
+        eos_share: float = 0.0,
+        costs: Costs = FlatCosts(),
+        sleep_until: Callable[[float], Awaitable[None]] = trio.sleep_until,
+        group: StepGroup | None = None,
+        reads_all: bool = True,
+        fail_at_step: int = 0,
+        hang_at_step: int = 0,
+        name: str = "sim",
+        layout_digest: str = "",
+    ) -> None:
+        self._eos_share = eos_share
+        self._costs = costs
+        self._sleep_until = sleep_until
+        self._group = group
+        self._reads_all = reads_all
+        self.fail_at_step, self.hang_at_step = fail_at_step, hang_at_step
+        self.slow = 1.0
+        """Factor on every step that is submitted from now on."""
+        self.num_steps = 0
+        self.next_step = 1
+        """Number of the step that is submitted next."""
+        self.queue: collections.deque[SimTicket] = collections.deque()
+        """Submitted and not over."""
+        self._arena = ctypes.create_string_buffer(num_pages * _PAGE.size + num_slabs * _SLAB.size)
+        self._bytes = memoryview(self._arena).cast("B")
+        self._slabs_at = num_pages * _PAGE.size
+        self._free_at = 0.0
+        self._why_dead = ""
+        self.info = DeviceInfo(
+            name=name,
+            layout_digest=layout_digest or f"sim-{page_tokens}",
+            page_tokens=page_tokens,
+            page_bytes=_PAGE.size,
+            num_pages=num_pages,
+            slab_bytes=_SLAB.size,
+            num_slabs=num_slabs,
+            vocab_size=vocab_size,
+            max_model_tokens=max_model_tokens,
+            eos_ids=(EOS,),
+        )
+        if group is not None:
+            group.join(self)
+
+    def block_runs(self) -> Sequence[BlockRun]:
+        address, info = ctypes.addressof(self._arena), self.info
+        return (
+            BlockRun(address, info.page_bytes, info.num_pages),
+            BlockRun(address + self._slabs_at, info.slab_bytes, info.num_slabs),
+        )
+
+    def submit(self, plan: StepPlan) -> SimTicket:
+        if self._why_dead:
+            raise DeviceError(f"step {plan.step}: {self._why_dead}")
+        if len(self.queue) >= QUEUE_LIMIT:
+            raise LocalProtocolError(f"step {plan.step} is one step too many in the queue (limit {QUEUE_LIMIT})")
+        if plan.is_empty:
+            raise LocalProtocolError(f"step {plan.step} is empty")
+        cost_s = self._costs(plan) * self.slow
+        ticket = SimTicket(plan.step, plan, [bytes(chunk.tokens) for chunk in plan.chunks], cost_s)
+        self.queue.append(ticket)
+        self.next_step = plan.step + 1
+        if self._group is not None:
+            self._group.submitted()
+        elif plan.step != self.hang_at_step:
+            self._free_at = ticket.done_at = max(self._free_at, trio.current_time()) + cost_s
+        else:
+            self._free_at = math.inf
+        return ticket
+
+    async def wait(self, ticket: SimTicket) -> StepResult:
+        if ticket.result is None and ticket.error is None:
+            if self._group is not None:
+                await ticket.lot.park()
+            else:
+                await self._sleep_until(ticket.done_at)
+            while self.queue and self.queue[0].done_at <= ticket.done_at and ticket.done_at < math.inf:
+                self.finish_first()
+        else:
+            await trio.lowlevel.checkpoint()
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.result is not None
+        return ticket.result
+
+    async def aclose(self) -> None:
+        if self.queue and not self._why_dead and self._group is None and self.queue[-1].done_at < math.inf:
+            await self.wait(self.queue[-1])
+        await trio.lowlevel.checkpoint()
+        self.die("the device was closed")
+
+    def die(self, why: str) -> None:
+        """Takes no more; what is queued is never over."""
+        self._why_dead = self._why_dead or why
+        if self._group is not None:
+            self._group.leave(self)
+
+    # ------------------------------------------------------------ the "model"
+
+    def finish_first(self) -> None:
+        """The oldest step in the queue is over: computes it."""
+        ticket = self.queue.popleft()
+        fails = self.fail_at_step and ticket.step >= self.fail_at_step
+        why = "failed, as asked" if fails else self._find_fault(ticket.plan)
+        if why is None and not self._why_dead:
+            plan = ticket.plan
+            chunks = tuple(self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True))
+            rows = tuple([self._run_row(row) for row in plan.rows])
+            ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)))
+            self.num_steps += 1
+        else:
+            self._why_dead = self._why_dead or f"step {ticket.step} failed on the device: {why}"
+            ticket.error = DeviceError(f"step {ticket.step}: {self._why_dead}")
+        ticket.lot.unpark_all()
+
+    def _find_fault(self, plan: StepPlan) -> str | None:
+        """What a real device could not compute."""
+        info = self.info
+        spans = [(c.slab, c.pages, c.start + c.num_tokens) for c in plan.chunks]
+        spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows]
+        for slab, pages, end in spans:
+            if not 0 <= slab < info.num_slabs:
+                return f"slab {slab} of {info.num_slabs}"
+            if end > info.max_model_tokens:
+                return f"a sequence of {end} tokens (max_model_tokens {info.max_model_tokens})"
+            if end > len(pages) * info.page_tokens:
+                return f"{end} tokens need more pages than the {len(pages)} given"
+            if max(pages) >= info.num_pages or min(pages) < 0:
+                return f"page id outside the {info.num_pages} pages"
+        for row in plan.rows:
+            if row.token is not None and not 0 <= row.token < info.vocab_size:
+                return f"token id {row.token} outside the vocabulary of {info.vocab_size}"
+        return None
+
+    def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:
+        page_tokens, where = self.info.page_tokens, f"chunk of request {chunk.request} at {chunk.start}"
+        chain = 0
+        if chunk.start:
+            request, length, _, chain, _ = self._read_slab(chunk.slab)
+            self._expect(where, "slab", (request, length), (chunk.request, chunk.start))
+            self._expect(where, "offset in a page", chunk.start % page_tokens, 0)
+        end = chunk.start + len(ids) // 4
+        if chunk.sample is None:
+            self._expect(where, "ids beyond the last whole page", end % page_tokens, 0)
+        for index in range(chunk.start // page_tokens, -(-end // page_tokens)):
+            at = (index * page_tokens - chunk.start) * 4
+            part = ids[at : at + page_tokens * 4]
+            before, chain = chain, extend_chain(chain, part)
+            self._write_page(chunk.pages[index], chunk.request, index, len(part) // 4, before, chain)
+        sampled = None
+        if chunk.sample is not None:
+            sampled = draw(chain, chunk.sample, self.info.vocab_size, self._eos_share)
+        self._write_slab(chunk.slab, chunk.request, end, -1 if sampled is None else sampled, chain)
+        return sampled
+
+    def _run_row(self, row: DecodeRow) -> int:
+        position, pages, page_tokens = row.position, row.pages, self.info.page_tokens
+        request, length, last, chain, _ = self._read_slab(row.slab)
+        if request != row.request or length != position or (row.token is not None and row.token != last):
+            where = f"row of request {row.request} at {position}, slab {row.slab}"
+            self._expect(where, "request and length in the slab", (request, length), (row.request, position))
+            self._expect(where, "input id", row.token, last)
+        index, offset = divmod(position, page_tokens)
+        if self._reads_all:
+            before = 0
+            for place in range(index + (offset > 0)):
+                before = self._read_page(row, place, min(page_tokens, position - place * page_tokens), before)
+            after = before
+        else:
+            if index:
+                self._read_page(row, position % index, page_tokens, None)
+            after = self._read_page(row, index, offset, None) if offset else chain
+        if after != chain:
+            where = f"row of request {row.request} at {position}"
+            self._expect(where, "checksum of its pages against its slab's", after, chain)
+        grown = append_chain(chain, last)
+        if offset:
+            before = _PAGE.unpack_from(self._bytes, pages[index] * _PAGE.size)[3]
+        else:
+            before = chain
+        self._write_page(pages[index], request, index, offset + 1, before, grown)
+        sampled = draw(grown, row.sampling, self.info.vocab_size, self._eos_share)
+        self._write_slab(row.slab, request, position + 1, sampled, grown)
+        return sampled
+
+    def _read_page(self, row: DecodeRow, index: int, filled: int, before: int | None) -> int:
+        tag = _PAGE.unpack_from(self._bytes, row.pages[index] * _PAGE.size)
+        if tag[:3] != (row.request, index, filled) or (before is not None and tag[3] != before):
+            where = f"row of request {row.request} at {row.position}, page {row.pages[index]}"
+            self._expect(where, "tag of its page", tag[:4], (row.request, index, filled, before))
+        after: int = tag[4]
+        return after
+
+    def _expect(self, where: str, what: str, found: object, wanted: object) -> None:
+        if found != wanted:
+            raise Violation("tags", f"{self.info.name}: {where}: {what} is {found}, not {wanted}")
+
+    def _write_page(self, page: int, request: int, index: int, filled: int, before: int, after: int) -> None:
+        _PAGE.pack_into(self._bytes, page * _PAGE.size, request, index, filled, before, after)
+
+    def _read_slab(self, slab: int) -> tuple[int, int, int, int, int]:
+        return _SLAB.unpack_from(self._bytes, self._slabs_at + slab * _SLAB.size)  # type: ignore[return-value]
+
+    def _write_slab(self, slab: int, request: int, length: int, last: int, chain: int) -> None:
+        _SLAB.pack_into(self._bytes, self._slabs_at + slab * _SLAB.size, request, length, last, chain, 0)
+
+
+class StepGroup:
+    """Devices whose steps run together: each takes its oldest queued step, and all end when the slowest does.
+
+    Args:
+        at: calls a function at an instant (`EventClock.at`).
+        floor_s: what a step takes at least, whatever is in it.
+    """
+
+    def __init__(self, at: Callable[[float, Callable[[], None]], None], floor_s: float = 0.0) -> None:
+        self._at = at
+        self._floor_s = floor_s
+        self._members: list[SimDevice] = []
+        self._running: list[tuple[SimDevice, SimTicket]] = []
+        self.num_steps = 0
+
+    def join(self, device: SimDevice) -> None:
+        self._members.append(device)
+
+    def leave(self, device: SimDevice) -> None:
+        """A member is gone; the others do not wait for it."""
+        if device in self._members:
+            self._members.remove(device)
+            stuck = any(ticket.done_at == math.inf for _, ticket in self._running)
+            self._running = [(other, ticket) for other, ticket in self._running if other is not device]
+            if stuck and all(ticket.step != other.hang_at_step for other, ticket in self._running):
+                self._schedule(0.0)
+
+    def submitted(self) -> None:
+        """A member has a step. If nothing runs, the group starts at the end of this instant, with all who have one."""
+        if not self._running:
+            self._running = [(device, device.queue[0]) for device in self._members if device.queue][:1]
+            self._at(trio.current_time(), self._begin)
+
+    def _begin(self) -> None:
+        self._running = [(device, device.queue[0]) for device in self._members if device.queue]
+        if self._running:
+            self.num_steps += 1
+            if all(ticket.step != device.hang_at_step for device, ticket in self._running):
+                self._schedule(max(self._floor_s, *(ticket.cost_s for _, ticket in self._running)))
+
+    def _schedule(self, cost_s: float) -> None:
+        end = trio.current_time() + cost_s
+        for _, ticket in self._running:
+            ticket.done_at = end
+        self._at(end, self._end)
+
+    def _end(self) -> None:
+        running, self._running = self._running, []
+        for device, ticket in running:
+            if device in self._members and device.queue and device.queue[0] is ticket:
+                device.finish_first()
+        self._begin()

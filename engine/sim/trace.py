@@ -1,0 +1,51 @@
+"""Trace: what happened in a run, as a rolling hash that two runs of one seed must agree on, event by event."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import struct
+from array import array
+
+_EVENT = struct.Struct("<dI")
+
+
+class Trace:
+    """Events in order. `kind` counts them; `what` and `detail` tell them apart.
+
+    Args:
+        keep: remember each event's own mark, so that `first_difference` can name the first event that differs.
+        show: keep the texts of the events whose numbers lie in this range.
+    """
+
+    def __init__(self, *, keep: bool = False, show: range = range(0)) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._marks = array("Q") if keep else None
+        self._show = show
+        self.shown: list[str] = []
+        self.num_events = 0
+        self.kinds: collections.Counter[str] = collections.Counter()
+
+    def add(self, now: float, kind: str, what: str, detail: int = 0) -> None:
+        """One event at virtual time `now`. `detail` is a checksum or a count, 32 bits of it."""
+        self.kinds[kind] += 1
+        self._hash.update(_EVENT.pack(now, detail & 0xFFFFFFFF))
+        self._hash.update(what.encode())
+        if self._marks is not None:
+            self._marks.append(int.from_bytes(self._hash.digest(), "little"))
+        if self.num_events in self._show:
+            self.shown.append(f"#{self.num_events} {now:.9f} s {kind} {what} {detail & 0xFFFFFFFF:08x}")
+        self.num_events += 1
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over all events so far."""
+        return self._hash.hexdigest()
+
+    def first_difference(self, other: Trace) -> int | None:
+        """Number of the first event that two kept traces do not share; None if they are equal."""
+        assert self._marks is not None and other._marks is not None
+        for at, (mine, theirs) in enumerate(zip(self._marks, other._marks, strict=False)):
+            if mine != theirs:
+                return at
+        return None if len(self._marks) == len(other._marks) else min(len(self._marks), len(other._marks))

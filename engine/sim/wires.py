@@ -1,0 +1,182 @@
+"""Control streams between simulated processes: bytes that take time, may be held up, and end when a process dies.
+
+A Cable is a connection with two ends; each direction has latency, bandwidth and a window of unread bytes, delivers in
+order, and costs one clock event per delivery. What a process wrote before it died still arrives, then the end of the
+stream: as a kernel does it. Only for `seeded.EventClock`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import trio
+
+from engine.sim.seeded import EventClock
+
+WINDOW_BYTES = 256 << 10
+"""Unread bytes after which a sender waits."""
+
+
+@dataclasses.dataclass(slots=True)
+class WireSpeed:
+    """Of one direction. `held_until`: nothing arrives before that."""
+
+    latency_s: float
+    bytes_per_s: float
+    held_until: float = 0.0
+
+
+class _Direction:
+    """Bytes on their way from one end to the other."""
+
+    def __init__(self, clock: EventClock, name: str, speed: WireSpeed, tap: Callable[[str, bytes], None]) -> None:
+        self.name = name
+        self.speed = speed
+        self._clock = clock
+        self._tap = tap
+        self._flying: collections.deque[tuple[float, bytes]] = collections.deque()
+        self._arrived: collections.deque[bytes] = collections.deque()
+        self._num_bytes = 0
+        self._free_at = 0.0
+        self._last_arrival = 0.0
+        self._is_scheduled = False
+        self._readers = trio.lowlevel.ParkingLot()
+        self._writers = trio.lowlevel.ParkingLot()
+        self.is_closed_by_writer = False
+        self.is_closed_by_reader = False
+        self.sent_at = 0.0
+
+    async def send(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self.is_closed_by_writer:
+            raise trio.ClosedResourceError
+        while self._num_bytes > WINDOW_BYTES and not self.is_closed_by_reader:
+            await self._writers.park()
+            if self.is_closed_by_writer:
+                raise trio.ClosedResourceError
+        if self.is_closed_by_reader:
+            raise trio.BrokenResourceError
+        now = self._clock.now
+        self.sent_at = now
+        self._tap(self.name, data)
+        self._free_at = max(self._free_at, now) + len(data) / self.speed.bytes_per_s
+        self._put(self._free_at + self.speed.latency_s, data)
+
+    def _put(self, arrival: float, data: bytes) -> None:
+        self._last_arrival = arrival = max(arrival, self._last_arrival)
+        self._flying.append((arrival, data))
+        self._num_bytes += len(data)
+        if not self._is_scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._is_scheduled = True
+        self._clock.at(max(self._flying[0][0], self.speed.held_until), self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False
+        now = self._clock.now
+        if self.speed.held_until <= now:
+            while self._flying and self._flying[0][0] <= now:
+                self._arrived.append(self._flying.popleft()[1])
+            self._readers.unpark_all()
+        if self._flying:
+            self._schedule()
+
+    async def receive(self) -> bytes:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._arrived:
+            if self.is_closed_by_reader:
+                raise trio.ClosedResourceError
+            await self._readers.park()
+        data = self._arrived[0]
+        if not data:
+            return b""  # the end stays
+        self._arrived.popleft()
+        self._num_bytes -= len(data)
+        self._writers.unpark_all()
+        return data
+
+    def close_writer(self) -> None:
+        if not self.is_closed_by_writer:
+            self.is_closed_by_writer = True
+            self._put(self._clock.now + self.speed.latency_s, b"")
+            self._writers.unpark_all()
+
+    def close_reader(self) -> None:
+        if not self.is_closed_by_reader:
+            self.is_closed_by_reader = True
+            self._arrived.clear()
+            self._readers.unpark_all()
+            self._writers.unpark_all()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_closed_by_writer and self.is_closed_by_reader
+
+
+class CableEnd(trio.abc.Stream):
+    """One end of a cable: a `trio.abc.Stream`."""
+
+    def __init__(self, out: _Direction, into: _Direction) -> None:
+        self.out, self.into = out, into
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self.out.send(bytes(data))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return await self.into.receive()
+
+    async def aclose(self) -> None:
+        self.cut()
+        await trio.lowlevel.checkpoint()
+
+    def cut(self) -> None:
+        """Closes this end in no time."""
+        self.out.close_writer()
+        self.into.close_reader()
+
+    @property
+    def is_cut(self) -> bool:
+        return self.out.is_closed_by_writer
+
+
+def make_cable(
+    clock: EventClock, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed], tap: Callable[[str, bytes], None]
+) -> tuple[CableEnd, CableEnd]:
+    """Two connected ends, of the processes `one` and `other`. `tap` sees all bytes as they are sent."""
+    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap)
+    back = _Direction(clock, f"{other}>{one}", speeds[1], tap)
+    return CableEnd(forth, back), CableEnd(back, forth)
+
+
+class CableListener(trio.abc.Listener[trio.abc.Stream]):
+    """Accepts what `offer` hands it."""
+
+    def __init__(self, backlog: int = 64) -> None:
+        self._send, self._receive = trio.open_memory_channel[trio.abc.Stream](backlog)
+        self.is_closed = False
+
+    def offer(self, stream: trio.abc.Stream) -> None:
+        """Raises OSError when the backlog is full or nobody listens any more."""
+        try:
+            self._send.send_nowait(stream)
+        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+            raise ConnectionRefusedError("nobody accepts here") from None
+
+    async def accept(self) -> trio.abc.Stream:
+        return await self._receive.receive()
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._receive.close()
+        self._send.close()

@@ -1,0 +1,323 @@
+"""Workload: who asks for what and when, and the requesters that ask. They use the production `HeadClient`.
+
+A requester keeps each request until it is answered, submits prompt and generated ids again after a loss, and checks
+every token against `text` as it comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+import random
+from array import array
+
+import trio
+
+from engine.actors.client import HeadClient, Row, run_head_client
+from engine.errors import EngineError, PeerGone, RemoteProtocolError
+from engine.sim.meters import LogHistogram
+from engine.sim.text import ExpectedText, extend_chain
+from engine.sim.violation import Violation
+from engine.sim.wires import CableEnd, WireSpeed
+from engine.sim.world import World
+from transport.messages import RequestFailed, RequestFinished, Sampling
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come.
+
+    Attributes:
+        requests: how many, over all clients.
+        clients: connections they are spread over.
+        arrive_s: they come evenly at random within so long; 0 is all at once.
+        prompt, output: shortest and longest, in tokens, drawn evenly.
+        cancel_share: of requests cancelled at a random time within `cancel_s` of their arrival.
+        sample_share, end_share, minimum_share: of requests that sample with a seed, stop at ids, have a minimum.
+    """
+
+    requests: int = 20
+    clients: int = 1
+    arrive_s: float = 1.0
+    prompt: tuple[int, int] = (1, 100)
+    output: tuple[int, int] = (1, 40)
+    cancel_share: float = 0.0
+    cancel_s: float = 2.0
+    sample_share: float = 0.0
+    end_share: float = 0.0
+    minimum_share: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `cancel_at` is infinite for one that is never cancelled."""
+
+    name: str
+    client: int
+    prompt: bytes
+    sampling: Sampling
+    arrive_at: float
+    cancel_at: float
+
+
+def draw_asks(load: Load, rng: random.Random, vocab_size: int) -> list[Ask]:
+    """The requests of a run, in order of arrival."""
+    asks = []
+    times = sorted(rng.random() * load.arrive_s for _ in range(load.requests))
+    for number, arrive_at in enumerate(times):
+        prompt = array("i", (rng.randrange(2, vocab_size) for _ in range(rng.randint(*load.prompt))))
+        most = rng.randint(*load.output)
+        sampling = Sampling(
+            temperature=0.7 if rng.random() < load.sample_share else 0.0,
+            seed=rng.randrange(1 << 30),
+            max_tokens=most,
+            min_tokens=rng.randint(0, most) if rng.random() < load.minimum_share else 0,
+            stop_ids=tuple(rng.randrange(2, vocab_size) for _ in range(8)) if rng.random() < load.end_share else (),
+        )
+        is_cancelled = rng.random() < load.cancel_share
+        cancel_at = arrive_at + rng.random() * load.cancel_s if is_cancelled else math.inf
+        asks.append(Ask(f"r{number}", number % load.clients, prompt.tobytes(), sampling, arrive_at, cancel_at))
+    return asks
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Try:
+    """An ask on its way. `outcome` is empty until its answer: finished, cancelled, drained or left."""
+
+    ask: Ask
+    row: Row
+    text: ExpectedText
+    retries: int = 0
+    cancel_asked: bool = False
+    outcome: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Answers:
+    """What all requesters of a run have seen."""
+
+    outcomes: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    first_token_s: LogHistogram = dataclasses.field(default_factory=LogHistogram)
+    between_tokens_s: LogHistogram = dataclasses.field(default_factory=LogHistogram)
+    handoff_s: LogHistogram = dataclasses.field(default_factory=LogHistogram)
+    num_tokens: int = 0
+    num_attempts: int = 0
+    num_connections: int = 0
+    most_attempts: int = 0
+
+
+class Requester:
+    """One client: its requests, over one connection after another. See the module."""
+
+    def __init__(self, world: World, number: int, asks: list[Ask], answers: Answers) -> None:
+        self.name = f"c{number}"
+        self.is_gone = False
+        self.speeds: tuple[WireSpeed, WireSpeed] | None = None
+        self._world = world
+        self._answers = answers
+        self._shape = world.shape
+        self._serial = itertools.count()
+        self._tries: dict[Row, Try] = {}
+        self._due: list[tuple[float, int, Try]] = []
+        self._cancels: list[tuple[float, int, Try]] = []
+        self._wake = trio.Event()
+        self._client: HeadClient | None = None
+        self._end: CableEnd | None = None
+        for ask in asks:
+            chain = extend_chain(0, ask.prompt)
+            text = ExpectedText(chain, ask.sampling, self._shape.vocab_size, self._shape.eos_share)
+            attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text)
+            self._tries[attempt.row] = attempt
+            self._due.append((ask.arrive_at, next(self._serial), attempt))
+            if ask.cancel_at < math.inf:
+                self._cancels.append((ask.cancel_at, next(self._serial), attempt))
+        heapq.heapify(self._due)
+        heapq.heapify(self._cancels)
+        self._num_open = len(asks)
+
+    # ------------------------------------------------------------ what others do to it
+
+    def hang_up(self) -> None:
+        """Its connection breaks; it comes back."""
+        if self._end is not None:
+            self._end.cut()
+
+    def leave(self) -> None:
+        """It goes away for good, without a word."""
+        self.is_gone = True
+        for attempt in self._tries.values():
+            self._settle(attempt, "left")
+        self.hang_up()
+
+    def open_asks(self) -> list[str]:
+        """Names of requests without an answer, with what is known of them."""
+        return [
+            f"{attempt.ask.name} (attempt {attempt.row.attempt}, {len(attempt.row.generated)} of at most"
+            f" {attempt.ask.sampling.max_tokens} tokens)"
+            for attempt in self._tries.values()
+            if not attempt.outcome
+        ]
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Until every request is answered."""
+        while self._num_open:
+            if self._world.is_over.is_set():
+                for attempt in list(self._tries.values()):
+                    self._settle(attempt, "drained")
+                return
+            try:
+                self._end, self.speeds = self._world.connect(self.name)
+            except OSError:
+                await trio.sleep(FIRST_PAUSE_S)
+                continue
+            self._answers.num_connections += 1
+            try:
+                await self._converse(self._end)
+            except* PeerGone:
+                pass
+            except* RemoteProtocolError as group:
+                raise Violation("stream", f"{self.name}: {group.exceptions[0]}") from group
+            self._recover()
+            if self._num_open:
+                await trio.sleep(FIRST_PAUSE_S)
+
+    async def _converse(self, stream: trio.abc.Stream) -> None:
+        async with trio.open_nursery() as nursery:
+            self._client = client = await nursery.start(
+                functools.partial(run_head_client, stream, self, name=self.name)
+            )
+            nursery.start_soon(self._run_cancels, client)
+            await self._submit(client)
+            client.close()
+            nursery.cancel_scope.cancel()
+
+    async def _submit(self, client: HeadClient) -> None:
+        while self._num_open:
+            now = trio.current_time()
+            is_full = client.num_unfinished >= client.hello.max_inflight
+            if is_full or not self._due or self._due[0][0] > now:
+                self._wake = trio.Event()
+                with trio.move_on_at(math.inf if is_full or not self._due else self._due[0][0]):
+                    await self._wake.wait()
+                continue
+            attempt = heapq.heappop(self._due)[2]
+            if attempt.outcome:
+                continue
+            row = attempt.row
+            try:
+                await client.submit(row)
+            except EngineError:
+                self._again(attempt, 0.0)
+                raise
+            self._answers.num_attempts += 1
+            self._answers.most_attempts = max(self._answers.most_attempts, row.attempt)
+
+    async def _run_cancels(self, client: HeadClient) -> None:
+        while self._cancels:
+            await self._world.clock.sleep_until(self._cancels[0][0])
+            attempt = heapq.heappop(self._cancels)[2]
+            if attempt.outcome:
+                continue
+            attempt.cancel_asked = True
+            if client.holds(attempt.row):
+                client.cancel(attempt.row)
+            else:
+                self._settle(attempt, "cancelled")
+
+    def _recover(self) -> None:
+        """After a connection: what had no answer is asked again on the next one."""
+        client, self._client = self._client, None
+        for row in client.unfinished() if client is not None else ():
+            attempt = self._tries[row]
+            if attempt.outcome:
+                continue
+            if attempt.cancel_asked:
+                self._settle(attempt, "cancelled")
+            elif attempt.text.reason is not None:
+                self._settle(attempt, "finished")
+            else:
+                self._again(attempt, 0.0)
+
+    def _again(self, attempt: Try, due: float) -> None:
+        heapq.heappush(self._due, (due, next(self._serial), attempt))
+        self._wake.set()
+
+    def _settle(self, attempt: Try, outcome: str) -> None:
+        if not attempt.outcome:
+            attempt.outcome = outcome
+            self._num_open -= 1
+            self._answers.outcomes[outcome] = self._answers.outcomes.get(outcome, 0) + 1
+            self._wake.set()
+            self._world.trace.add(self._world.clock.now, "answer", f"{attempt.ask.name} {outcome}")
+
+    # ------------------------------------------------------------ RequestSink
+
+    def tokens_came(self, row: Row, count: int) -> None:
+        attempt = self._tries[row]
+        if attempt.outcome and attempt.outcome != "left":
+            raise Violation("answers", f"{attempt.ask.name}: tokens after its answer ({attempt.outcome})")
+        answers, text = self._answers, attempt.text
+        now, have = row.last_token_at, len(row.generated)
+        for token in row.generated[have - count :]:
+            if text.reason is not None:
+                raise Violation("stream", f"{attempt.ask.name}: token {text.count} after its end ({text.reason})")
+            at = text.count
+            wanted = text.next_token()
+            if token != wanted:
+                raise Violation("stream", f"{attempt.ask.name}: token {at} is {token}, not {wanted}")
+        if have == count:
+            answers.first_token_s.add(now - attempt.ask.arrive_at)
+        else:
+            answers.between_tokens_s.add(max(now - self._last_at.get(row, now), 1e-9) / count)
+        self._last_at[row] = now
+        answers.num_tokens += count
+
+    @functools.cached_property
+    def _last_at(self) -> dict[Row, float]:
+        return {}
+
+    def row_finished(self, row: Row, fact: RequestFinished) -> None:
+        attempt = self._tries[row]
+        if attempt.outcome and attempt.outcome != "left":
+            raise Violation("answers", f"{attempt.ask.name}: finished after its answer ({attempt.outcome})")
+        if attempt.text.reason != fact.reason:
+            raise Violation(
+                "stream", f"{attempt.ask.name}: ends with {fact.reason}, wanted {attempt.text.reason or 'more tokens'}"
+            )
+        if fact.handoff_us:
+            self._answers.handoff_s.add(fact.handoff_us / 1e6)
+        self._last_at.pop(row, None)
+        self._settle(attempt, "finished")
+
+    def row_failed(self, row: Row, fact: RequestFailed) -> None:
+        attempt, failures = self._tries[row], self._answers.failures
+        failures[fact.code] = failures.get(fact.code, 0) + 1
+        if attempt.outcome == "left":
+            return
+        if attempt.outcome:
+            raise Violation("answers", f"{attempt.ask.name}: failed ({fact.code}) after its answer")
+        if not fact.definite:
+            raise Violation("answers", f"{attempt.ask.name}: an indefinite failure: {fact.message}")
+        if attempt.cancel_asked:
+            self._settle(attempt, "cancelled")
+        elif fact.code == "cancelled":
+            raise Violation("answers", f"{attempt.ask.name}: cancelled, and nobody asked for that")
+        elif attempt.text.reason is not None:
+            self._settle(attempt, "finished")  # every token came; only the word of it was lost
+        elif fact.code == "draining" and self._world.drained:
+            self._settle(attempt, "drained")
+        elif fact.retryable:
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt.retries, 10))
+            attempt.retries += 1
+            self._again(attempt, trio.current_time() + pause)
+        else:
+            raise Violation("answers", f"{attempt.ask.name}: refused for good ({fact.code}): {fact.message}")

@@ -1,0 +1,407 @@
+"""World: a whole cluster in one trio loop on virtual time. The production head (router, supervisor, clients' sockets)
+and production ranks, over simulated wires, devices and processes.
+
+What is simulated stands behind ports that the production code has anyway: `HeadPorts`, `RankProcess`, `RankPorts`,
+`Device`, `Fabric`, streams. A process's death here is what it is there: its streams end after what was written to them,
+its memory is written no more, it writes no more, and `wait` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import trio
+
+from engine.actors.head import HeadPorts, run_head
+from engine.actors.rank import run_rank
+from engine.config import ClusterConfig, Limits, PoolConfig
+from engine.errors import ConfigError, EngineError
+from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
+from engine.sim.checks import Auditor, Life
+from engine.sim.costs import FlatCosts
+from engine.sim.device import Costs, SimDevice, StepGroup
+from engine.sim.seeded import EventClock
+from engine.sim.trace import Trace
+from engine.sim.violation import Violation
+from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
+from transport.fabric import Fabric
+from transport.memory_fabric import MemoryFabric, MemoryWorld
+from transport.messages import DECODE_FROM_PREFILL, PREFILL_FROM_DECODE, PeerHello, PeerWelcome, Shutdown, StatusReport
+from transport.wire import FrameReader
+
+WATCH_S = 0.25
+"""Between two looks at bounds and heartbeats."""
+SILENT_PERIODS = 3
+"""Snapshots that may be late before a rank counts as silent; the head link's own writer has to run in between."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorldShape:
+    """What the cluster is made of.
+
+    Attributes:
+        group_decode: all decode ranks step together, as one group of an expert exchange would.
+        prefill_costs, decode_costs: virtual seconds of a step.
+        link_latency_s, link_bytes_per_s: of control streams.
+        fabric_latency_s, fabric_bytes_per_s: of pushes; bytes are those of real pages, see `page_bytes`.
+        page_bytes: what a page would be on a real device; on the wire a simulated page counts as so many.
+        start_s: from spawn to a loaded device, at most. exit_s: from a kill to the end of the process, at most.
+        is_thorough: all memory is looked at in every step; for small worlds.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    page_tokens: int = 8
+    num_pages: int = 64
+    num_slabs: int = 8
+    vocab_size: int = 1000
+    max_model_tokens: int = 4096
+    eos_share: float = 0.0
+    limits: Limits = dataclasses.field(default_factory=lambda: Limits(prefill_chunk_tokens=32, decode_rows=4))
+    group_decode: bool = False
+    prefill_costs: Costs = dataclasses.field(default_factory=FlatCosts)
+    decode_costs: Costs = dataclasses.field(default_factory=FlatCosts)
+    link_latency_s: float = 50e-6
+    link_bytes_per_s: float = 1e9
+    fabric_latency_s: float = 20e-6
+    fabric_bytes_per_s: float = 50e9
+    page_bytes: int = 65_536
+    start_s: float = 0.2
+    exit_s: float = 0.01
+    is_thorough: bool = True
+
+    def cluster_config(self) -> ClusterConfig:
+        """As the head is given it."""
+        return ClusterConfig(
+            cluster="simulated",
+            model="sim",
+            prefill=PoolConfig(tuple(range(self.prefill))),
+            decode=PoolConfig(tuple(range(self.prefill, self.prefill + self.decode))),
+            device="cpu",
+            fabric="auto",
+            page_tokens=self.page_tokens,
+            max_model_tokens=self.max_model_tokens,
+            num_pages=self.num_pages,
+            num_slabs=self.num_slabs,
+            kv_dtype="bfloat16",
+            threads=1,
+            replay_rows=0,
+            admin_dir="",
+            log_format="text",
+            log_level="error",
+            vocab_size=self.vocab_size,
+            limits=self.limits,
+        )
+
+
+class SimProcess:
+    """A rank's process: `actors.processes.RankProcess`. Alive until it ends or is killed."""
+
+    def __init__(self, world: World, life: Life) -> None:
+        self.life = life
+        self.pid = 1000 * (life.rank + 1) + life.generation
+        self.scope = trio.CancelScope()
+        self.speeds = {"in": world.new_speed(), "out": world.new_speed()}
+        """Of its link to the head."""
+        self.control, self.far = world.cable("head", life.name, (self.speeds["in"], self.speeds["out"]))
+        self.ends: list[CableEnd] = [self.far]
+        self.listener: CableListener | None = None
+        self.fabric: MemoryFabric | None = None
+        self.device: SimDevice | None = None
+        self.side: Any = None
+        self.stopped_until = 0.0
+        self._status: int | None = None
+        self._dead = trio.Event()
+        self._why: tuple[str, ...] = ()
+        self._world = world
+
+    async def run_output(self) -> None:
+        await self._dead.wait()
+
+    async def wait(self) -> int:
+        await self._dead.wait()
+        assert self._status is not None
+        return self._status
+
+    def last_lines(self) -> tuple[str, ...]:
+        return self._why
+
+    @property
+    def is_alive(self) -> bool:
+        return self._status is None
+
+    @property
+    def address(self) -> str:
+        return f"at {self.life.name}" if self.life.role == "decode" else ""
+
+    def kill(self) -> None:
+        """SIGKILL: between two instructions it is gone; that is certain a moment later."""
+        if self._status is None:
+            self._end(-9, ())
+            self.scope.cancel()
+
+    def _end(self, status: int, why: tuple[str, ...]) -> None:
+        self._status, self._why = status, why
+        for end in self.ends:
+            end.cut()
+        if self.listener is not None:
+            self.listener.close()
+        if self.fabric is not None:
+            self.fabric.end()
+        if self.device is not None:
+            self.device.die("its process is gone")
+        world = self._world
+        world.trace.add(world.clock.now, "process.end", self.life.name, status)
+        world.clock.at(world.clock.now + world.rng.random() * world.shape.exit_s, self._confirm)
+
+    def _confirm(self) -> None:
+        self._world.auditor.died(self.life)
+        self._world._steps += self.device.num_steps if self.device is not None else 0
+        self._world.processes.pop(self.life.rank, None)
+        self._dead.set()
+
+    async def live(self) -> None:
+        """Runs the production rank until its end."""
+        world, life = self._world, self.life
+        config = world.config.rank_config(life.rank)
+        world.auditor.born(life, world.shape.num_pages)
+        if life.role == "decode":
+            self.listener = world.listeners[self.address] = CableListener()
+        status, why = 0, ""
+        with self.scope:
+            async with world.memory.open_fabric(life.name) as fabric:
+                self.fabric = fabric
+
+                async def open_device(report: Callable[[str, int, int, str], None]) -> Device:
+                    await world.clock.sleep_until(world.clock.now + world.rng.random() * world.shape.start_s)
+                    report("weights", 1, 1, "files")
+                    self.device = world.make_device(life)
+                    return cast(Device, self.device)
+
+                async def open_fabric() -> Fabric:
+                    await trio.lowlevel.checkpoint()
+                    return cast(Fabric, fabric)
+
+                ports = RankPorts(
+                    head=self.far,
+                    open_device=open_device,
+                    open_fabric=open_fabric,
+                    peer_listener=self.listener,
+                    peer_address=self.address,
+                    dial=self._dial,
+                    process=HostProcess(self.pid, is_own=False, read_rss_bytes=lambda: 0),
+                    audit=self._audit,
+                )
+                try:
+                    await run_rank(ports, RankIdentity(life.rank, life.generation, config))
+                except* ConfigError as group:
+                    status, why = 2, str(group.exceptions[0])
+                except* EngineError as group:
+                    status, why = 1, str(group.exceptions[0])
+        world.listeners.pop(self.address, None)
+        if self._status is None:
+            self._end(status, (why,))
+
+    def _audit(self, side: Audited) -> None:
+        self.side = side
+        if self.device is not None and self._status is None:
+            self._world.auditor.turn(self.life, side, self.device)
+
+    async def _dial(self, address: str) -> trio.abc.Stream:
+        world = self._world
+        await world.clock.sleep_until(world.clock.now + world.shape.link_latency_s)
+        listener = world.listeners.get(address)
+        if listener is None or self._status is not None:
+            raise ConnectionRefusedError(f"nobody listens {address}")
+        other = next(p for p in world.processes.values() if p.address == address)
+        mine, theirs = world.cable(self.life.name, other.life.name, (world.new_speed(), world.new_speed()))
+        world.watch_pair(self.life, other.life, mine)
+        listener.offer(theirs)
+        for process, end in ((self, mine), (other, theirs)):
+            process.ends = [old for old in process.ends if not old.is_cut]
+            process.ends.append(end)
+        return mine
+
+
+class World:
+    """See the module. `run` it in a nursery; then `connect` clients, and hurt it.
+
+    Attributes:
+        processes: rank to its present process, from its spawn until its death is certain.
+    """
+
+    def __init__(self, clock: EventClock, shape: WorldShape, rng: random.Random, trace: Trace) -> None:
+        self.clock, self.shape, self.rng, self.trace = clock, shape, rng, trace
+        self.config = shape.cluster_config()
+        limits = shape.limits
+        self.auditor = Auditor(
+            is_thorough=shape.is_thorough,
+            decode_rows=limits.decode_rows,
+            chunk_tokens=limits.prefill_chunk_tokens,
+            max_waiting=limits.rank_waiting,
+        )
+        probe = SimDevice(num_pages=1, num_slabs=1, page_tokens=shape.page_tokens)
+        scale = probe.info.page_bytes / shape.page_bytes
+        self.memory = MemoryWorld(
+            random.Random(rng.random()),
+            latency_s=shape.fabric_latency_s,
+            bytes_per_s=shape.fabric_bytes_per_s * scale,
+        )
+        self.memory.on_landing = self._landing
+        self.processes: dict[int, SimProcess] = {}
+        self.listeners: dict[str, CableListener] = {}
+        self.report: Callable[[], StatusReport] | None = None
+        self.shutdown: Callable[[Shutdown], int] | None = None
+        self.num_lives = 0
+        self.num_kills = 0
+        self.is_over = trio.Event()
+        self.drained = False
+        """Somebody asked the head to stop."""
+        self._steps = 0
+        self._names: dict[str, Life] = {}
+        self._pairs: dict[str, tuple[Life, Life, FrameReader]] = {}
+        self._num_cables = 0
+        self._requests = CableListener()
+        self._send_signal, self._signals = trio.open_memory_channel[int](16)
+        self._nursery: trio.Nursery | None = None
+        self._group = StepGroup(clock.at) if shape.group_decode else None
+
+    # ------------------------------------------------------------ the head
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The cluster, until the head ends; a broken promise ends it with a Violation."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            ports = HeadPorts(
+                requests=cast(Any, self._requests),
+                read=cast(Any, CableListener()),
+                admin=cast(Any, CableListener()),
+                serve_operators=self._serve_operators,
+                spawn=self.spawn,
+                signals=cast("AsyncIterator[int]", self._signals),
+                parent_gone=None,
+                pid=1,
+            )
+            nursery.start_soon(self._watch)
+            task_status.started()
+            await run_head(ports, self.config)
+            self.is_over.set()
+            nursery.cancel_scope.cancel()
+        alive = [process.life.name for process in self.processes.values() if process.is_alive]
+        if alive:
+            raise Violation("leftover", f"the head is gone, but {', '.join(alive)} live on")
+
+    def spawn(self, rank: int, generation: int) -> SimProcess:
+        """The head's port to processes."""
+        assert self._nursery is not None
+        life = Life(self.config.roles[rank], rank, generation)
+        if rank in self.processes:
+            raise Violation("leftover", f"{life.name} is started while {self.processes[rank].life.name} is not dead")
+        self._names[life.name] = life
+        process = self.processes[rank] = SimProcess(self, life)
+        self.num_lives += 1
+        self.trace.add(self.clock.now, "process.start", life.name)
+        self._nursery.start_soon(process.live)
+        return process
+
+    async def _serve_operators(
+        self, listener: object, report: Callable[[], StatusReport], shutdown: Callable[[Shutdown], int] | None
+    ) -> None:
+        self.report = report
+        self.shutdown = shutdown or self.shutdown
+        await trio.sleep_forever()
+
+    def count_steps(self) -> int:
+        """Device steps of all lives."""
+        return self._steps + sum(p.device.num_steps for p in self.processes.values() if p.device is not None)
+
+    def signal(self, number: int = 15) -> None:
+        """Asks the head to stop, as a terminal would."""
+        self._send_signal.send_nowait(number)
+
+    async def _watch(self) -> None:
+        limits = self.shape.limits
+        while True:
+            await trio.sleep(WATCH_S)
+            now = self.clock.now
+            if self.report is None:
+                continue
+            report = self.report()
+            if report.waiting > limits.queue_requests:
+                raise Violation("bounds", f"{report.waiting} requests wait in the head (limit {limits.queue_requests})")
+            self.trace.add(now, "status", f"{report.waiting} {report.running} {report.finished} {report.failed}")
+            patience = SILENT_PERIODS * limits.snapshot_s
+            for status in report.ranks:
+                process = self.processes.get(status.rank)
+                if process is None or status.state != "ready" or process.life.generation != status.generation:
+                    continue
+                held_until = max(process.stopped_until, process.speeds["in"].held_until)
+                silent_since = max(process.far.out.sent_at, held_until, process.speeds["out"].held_until)
+                if process.is_alive and now - silent_since > patience:
+                    raise Violation(
+                        "heartbeat", f"{process.life.name} says nothing for {now - silent_since:.3f} s at {now:.3f} s"
+                    )
+
+    # ------------------------------------------------------------ wires, memory, devices
+
+    def new_speed(self) -> WireSpeed:
+        return WireSpeed(self.shape.link_latency_s, self.shape.link_bytes_per_s)
+
+    def cable(self, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed]) -> tuple[CableEnd, CableEnd]:
+        self._num_cables += 1
+        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap)
+
+    def connect(self, name: str) -> tuple[CableEnd, tuple[WireSpeed, WireSpeed]]:
+        """A client's connection to the head. Raises OSError if it does not accept."""
+        speeds = self.new_speed(), self.new_speed()
+        mine, theirs = self.cable(name, "head", speeds)
+        self._requests.offer(theirs)
+        return mine, speeds
+
+    def watch_pair(self, prefill: Life, decode: Life, end: CableEnd) -> None:
+        """The auditor reads along."""
+        for name in [name for name, (one, _, _) in self._pairs.items() if one.name not in self._alive()]:
+            del self._pairs[name]
+        self._pairs[end.out.name] = (prefill, decode, FrameReader(DECODE_FROM_PREFILL))
+        self._pairs[end.into.name] = (decode, prefill, FrameReader(PREFILL_FROM_DECODE))
+
+    def _alive(self) -> set[str]:
+        return {process.life.name for process in self.processes.values()}
+
+    def _tap(self, name: str, data: bytes) -> None:
+        pair = self._pairs.get(name)
+        if pair is None:
+            self.trace.add(self.clock.now, "frame", name, zlib.crc32(data))
+            return
+        sender, receiver, reader = pair
+        reader.feed(data)
+        for frame in reader.take():
+            # Greetings carry addresses of this process's memory, which no seed repeats.
+            is_greeting = isinstance(frame.message, PeerHello | PeerWelcome)
+            blob = b"" if is_greeting else bytes(frame.blob)
+            self.trace.add(self.clock.now, "frame", f"{name} {type(frame.message).__name__}", zlib.crc32(blob))
+            self.auditor.pair_frame(sender, receiver, frame.message, frame.blob)
+
+    def _landing(self, writer: str, target: str, blocks: Any) -> None:
+        self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))
+        self.auditor.landing(self._names[writer.split("#")[0]], self._names[target.split("#")[0]], list(blocks))
+
+    def make_device(self, life: Life) -> SimDevice:
+        shape = self.shape
+        return SimDevice(
+            num_pages=shape.num_pages,
+            num_slabs=shape.num_slabs,
+            page_tokens=shape.page_tokens,
+            max_model_tokens=shape.max_model_tokens,
+            vocab_size=shape.vocab_size,
+            eos_share=shape.eos_share,
+            costs=shape.decode_costs if life.role == "decode" else shape.prefill_costs,
+            sleep_until=self.clock.sleep_until,
+            group=self._group if life.role == "decode" else None,
+            reads_all=shape.is_thorough,
+            name=life.name,
+        )
