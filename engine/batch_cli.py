@@ -41,34 +41,85 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
             self.fail(str(error), param, ctx)
 
 
-@click.command("batch", short_help="JSONL in, JSONL out.")
-@click.option("-i", "--input", "input_", default="-", metavar="FILE", help="Requests, one JSON value a line. [-]")
-@click.option("-o", "--output", default="-", metavar="FILE", help="Answers, one JSON object a line. [-]")
-@click.option("--errors", metavar="FILE", help="Lines without an answer. [beside the output; in it if that is -]")
+EPILOG = """\b
+Examples:
+  engine batch -i prompts.jsonl -o answers.jsonl
+  engine batch -i prompts.jsonl -o answers.jsonl --resume
+  zcat prompts.jsonl.gz | engine batch --connect --default max_tokens=64 > answers.jsonl
+
+\b
+Ctrl-C lets running requests finish, a second one drops them; --resume goes on.
+Exit codes: 0 all lines answered, 1 some failed, 2 usage, 3 stopped and can be
+resumed, 4 no engine, 5 refused, 130 second Ctrl-C.
+"""
+
+
+@click.command("batch", short_help="JSONL in, JSONL out.", epilog=EPILOG)
+@click.option("-i", "--input", "input_", default="-", metavar="FILE", show_default=True, help="Requests; - is stdin.")
+@click.option("-o", "--output", default="-", metavar="FILE", show_default=True, help="Answers; - is stdout.")
+@click.option("--errors", metavar="FILE", help="Lines without an answer.  [default: beside the output, or in it if -]")
 @click.option("--resume", is_flag=True, help="Go on where an earlier run on the same output stopped.")
 @click.option("--keep-errors", is_flag=True, help="With --resume: do not try again what failed.")
-@click.option("--order", type=click.Choice(["completion", "input"]), default="completion", help="Of the output.")
-@click.option("--inflight", type=click.IntRange(1, 1_000_000), default=256, help="Requests at once.")
-@click.option("--window", type=click.IntRange(0, 10_000_000), default=4096, help="Lines to read ahead or hold.")
+@click.option(
+    "--order",
+    type=click.Choice(["completion", "input"]),
+    default="completion",
+    show_default=True,
+    help="Of the output.",
+)
+@click.option(
+    "--inflight",
+    type=click.IntRange(1, 1_000_000),
+    default=256,
+    metavar="N",
+    show_default=True,
+    help="Requests at once.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(0, 10_000_000),
+    default=4096,
+    metavar="N",
+    show_default=True,
+    help="Lines to read ahead, or to hold for --order input.",
+)
 @click.option("--max-errors", metavar="N|P%", help="Stop when more lines fail than this.")
-@click.option("--retry", type=click.IntRange(0, 100), default=2, help="More attempts after a loss in the engine.")
+@click.option(
+    "--retry",
+    type=click.IntRange(0, 100),
+    default=2,
+    metavar="N",
+    show_default=True,
+    help="More attempts after a loss in the engine.",
+)
 @click.option("--deadline", type=Duration(), help="Record what has no answer after this as batch_expired.")
-@click.option("--stall", type=Duration(), default=120.0, help="Cancel a request without a token for so long. [120s]")
-@click.option("--grace", type=Duration(), default=30.0, help="For running requests after Ctrl-C. [30s]")
-@click.option("--retry-for", type=Duration(), default=600.0, help="Wait so long for a daemon that went away. [10m]")
+@click.option(
+    "--stall", type=Duration(), default="120s", show_default=True, help="Cancel a request without a token for so long."
+)
+@click.option("--grace", type=Duration(), default="30s", show_default=True, help="For running requests after Ctrl-C.")
+@click.option(
+    "--retry-for", type=Duration(), default="10m", show_default=True, help="Wait so long for a daemon that went away."
+)
 @click.option("--default", "defaults", multiple=True, metavar="K=V", help="Body field for lines that lack it.")
-@click.option("--model", help="The model of an own engine; with --connect, refuse to run on any other.")
+@click.option("--model", metavar="DIR", help="Of an own engine; with --connect, refuse to run on any other.")
 @click.option("--any-model", is_flag=True, help="Do not compare the model that lines name with the one served.")
-@click.option("--seed", type=int, help="Derive the seed of each line without one from this and its id.")
+@click.option("--seed", type=int, metavar="N", help="Derive the seed of each line without one from this and its id.")
 @click.option("--strict", is_flag=True, help="Check all lines first; run nothing if one is bad.")
-@click.option("--progress", type=click.Choice(["auto", "line", "json", "none"]), default="auto", help="On stderr.")
+@click.option(
+    "--progress",
+    type=click.Choice(["auto", "line", "json", "none"]),
+    default="auto",
+    metavar="FORM",
+    show_default=True,
+    help="On stderr: line, json or none; auto is one line that is rewritten, on a terminal.",
+)
 @click.option("--summary", metavar="FILE", help="Write the summary there as JSON.")
 @click.option(
     "--connect",
     metavar="[PATH]",
     is_flag=False,
     flag_value=DEFAULT_DAEMON,
-    help="Use the running daemon (its request socket or directory) instead of an engine of this run's own.",
+    help="Use the running daemon (its directory or request socket) instead of an engine of this run's own.",
 )
 @click.option("-c", "--config", "config_file", envvar="ENGINE_CONFIG", metavar="FILE", help="TOML configuration.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One configuration value.")
@@ -153,16 +204,18 @@ def _shared_engine(connect: str) -> EngineSource:
 
     if connect == DEFAULT_DAEMON:
         path = default_requests_path()
-    elif os.path.isdir(connect):
-        path = os.path.join(connect, "requests.sock")
     else:
-        path = connect
+        path = connect if connect.endswith(".sock") else os.path.join(connect, "requests.sock")
 
     @contextlib.asynccontextmanager
     async def use() -> AsyncIterator[str]:
         yield path
 
-    return EngineSource(use, shared=True, load_codec=load_codec)
+    advice = (
+        f"start one with: engine up --detach --wait ready --dir {shlex.quote(os.path.dirname(path) or '.')}\n"
+        "or leave --connect out: the batch then starts an engine of its own"
+    )
+    return EngineSource(use, shared=True, load_codec=load_codec, advice=advice)
 
 
 def _own_engine(given: dict[str, Any]) -> EngineSource:

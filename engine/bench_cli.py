@@ -32,17 +32,17 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic only in new
 
 
 class StepCaseText(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
-    """`ROWS:CONTEXT:STEPS`."""
+    """`ROWS:CONTEXT:STEPS`, or `ROWS:CONTEXT:STEPS:AHEAD`."""
 
     name = "case"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int, int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         words = value.split(":")
-        if len(words) != 3 or not all(word.isdigit() and int(word) > 0 for word in words):
-            self.fail(f"{value!r} is not ROWS:CONTEXT:STEPS", param, ctx)
-        return int(words[0]), int(words[1]), int(words[2])
+        if len(words) not in (3, 4) or not all(word.isdigit() for word in words) or 0 in map(int, words[:3]):
+            self.fail(f"{value!r} is not ROWS:CONTEXT:STEPS[:AHEAD]", param, ctx)
+        return tuple(map(int, words))
 
 
 @click.group("bench")
@@ -56,7 +56,13 @@ def bench() -> None:
 @click.option("--rows", type=Numbers(), default="1,8,32", show_default=True, help="Sequences in a step.")
 @click.option("--context", type=click.IntRange(1), default=256, show_default=True, help="Ids of each sequence.")
 @click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Steps of a sample.")
-@click.option("--case", "cases", type=StepCaseText(), multiple=True, help="ROWS:CONTEXT:STEPS, instead of the above.")
+@click.option(
+    "--case",
+    "cases",
+    type=StepCaseText(),
+    multiple=True,
+    help="ROWS:CONTEXT:STEPS[:AHEAD], instead of the above; AHEAD steps go before the timed ones.",
+)
 @click.option("--prefill", type=Numbers(), default="64,256,1024", show_default=True, help="Prompt lengths.")
 @click.option("--samples", type=click.IntRange(1), default=3, show_default=True, help="Of everything.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")

@@ -182,7 +182,9 @@ async def _down(path: str, drain_s: float) -> int:
     try:
         async with open_operator(RuntimeDirectory(path).admin_socket) as head:
             accepted = await head.ask_shutdown(int(drain_s * 1000), f"engine down by uid {os.getuid()}")
-            click.echo(f"stopping pid {head.head_pid}, {accepted.running} requests to finish", err=True)
+            fate = f"have {drain_s:g} s to finish" if drain_s else "fail"
+            asked = f"; {accepted.running} requests {fate}" if accepted.running else ""
+            click.echo(f"stopping pid {head.head_pid}{asked}", err=True)
             if await wait_process_end(head.head_pid, drain_s + DOWN_MARGIN_S):
                 return EXIT_OK
             click.echo(f"pid {head.head_pid} is still there; engine.log in {path} says what it waits for", err=True)

@@ -37,8 +37,9 @@ class Limits:
     """Sequences in one decode step of a rank."""
     prefill_chunk_tokens: int = 512
     """Ids in one prefill step of a rank; a whole number of pages."""
-    prefill_prompts: int = 1
-    """Prompts with a chunk in one prefill step. The CPU device computes chunks one after another: more only delays."""
+    prefill_prompts: int = 16
+    """Prompts with a chunk in one prefill step; `prefill_chunk_tokens` bounds their sum. They go through the model
+    together, so short ones cost little more than one of them."""
     link_out_bytes: int = 64 << 20
     """Bytes queued for one connection; one that needs more is dropped."""
     link_stall_s: float = 10.0

@@ -105,6 +105,6 @@ class _JsonEvents(logging.Formatter):
 def _text(value: object) -> str:
     """Short numbers; text is quoted only where a reader could not tell where it ends."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     text = str(value)
     return text if text and _PLAIN.issuperset(text) else json.dumps(text, ensure_ascii=False)

@@ -139,7 +139,8 @@ class _Sources:
             text = path.read_text(encoding="utf-8")
             tree = tomllib.loads(text)
         except (OSError, UnicodeDecodeError) as error:
-            self.problems.append(f"{path}: can not be read: {error}")
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            self.problems.append(f"{path}: can not be read ({why})")
             return
         except tomllib.TOMLDecodeError as error:
             self.problems.append(f"{path}: {error}")

@@ -99,14 +99,6 @@ class Fabric(Protocol):
         """
         ...
 
-    def expect(self, writes: bool) -> None:
-        """Says whether peers may write here at all at present: whether any of them holds a grant. At first they may.
-
-        A hint, cheap to repeat: what comes unexpected lands all the same, perhaps later. An engine that has to be
-        polled for its peers' sake polls less often meanwhile.
-        """
-        ...
-
     async def forget(self, target: Target) -> None:
         """Drops a peer that is gone. Transfers to it fail or are already over."""
         ...

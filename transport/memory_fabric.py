@@ -213,9 +213,6 @@ class MemoryFabric:
             raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
         return transfer.report
 
-    def expect(self, writes: bool) -> None:
-        """Nothing here is polled."""
-
     async def forget(self, target: Target) -> None:
         assert isinstance(target, MemoryTarget)
         await trio.lowlevel.checkpoint()

@@ -23,7 +23,8 @@ PROTOCOL_VERSION = 1
 U31 = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 U53 = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+TEXT_LIMIT = 4096
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-text or stop id was sampled (it is the last id emitted). `length`: max_tokens reached."""

@@ -217,9 +217,6 @@ class NixlFabric:
             raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
         return transfer.report
 
-    def expect(self, writes: bool) -> None:
-        self._thread.expect(writes)
-
     async def forget(self, target: Target) -> None:
         assert isinstance(target, NixlTarget)
         if target.forgotten:

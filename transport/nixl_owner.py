@@ -31,9 +31,9 @@ NAP_S = 50e-6
 AWAKE_S = 2e-3
 """How long after the last event the thread keeps napping instead of resting."""
 REST_MS = 1
-EXPECT_MS, QUIET_MS = 5, 50
-"""Rests of an idle agent that receives, while peers may write and while none may. Each poll takes the interpreter from
-a thread that computes: polling every millisecond cost a CPU rank 8 to 10 % of its step."""
+RECEIVE_MS = 25
+"""Rest of an idle agent that receives. Each poll takes the interpreter from a thread that computes: polling every
+millisecond cost a CPU rank 8 to 10 % of its step."""
 RING_S = 1e-3
 """Between two rings at the doors of peers that transfers wait for."""
 CALL_LIMIT_S = 30.0
@@ -85,7 +85,7 @@ class AgentThread:
         name: for the thread's name and for messages.
         make_agent: makes the agent; runs in the thread.
         errors: exception classes that the agent's calls raise.
-        receives: whether peers may ever write to us, so that an idle agent is polled all the same.
+        receives: whether peers may write to us, so that an idle agent is polled all the same.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class AgentThread:
         self._make_agent = make_agent
         self._errors = errors
         self._receives = receives
-        self._expecting = receives
         self._todo: queue.SimpleQueue[_Call | Work] = queue.SimpleQueue()
         self._now: _Call | Work | None = None
         self._live: list[Work] = []
@@ -146,13 +145,6 @@ class AgentThread:
     def begin(self, work: Work) -> None:
         """Hands a transfer to the thread; returns at once."""
         self._tell(work)
-
-    def expect(self, writes: bool) -> None:
-        """How often an idle agent is polled from now on."""
-        wakes = writes and self._receives and not self._expecting
-        self._expecting = writes and self._receives
-        if wakes and self._bell >= 0:
-            self._ring()
 
     async def stop(self) -> None:
         """Ends the thread; whatever is in flight is dropped with the agent. Takes effect even if cancelled.
@@ -263,9 +255,7 @@ class AgentThread:
     def _rest_ms(self) -> int | None:
         if self._live:
             return REST_MS
-        if not self._receives:
-            return None
-        return EXPECT_MS if self._expecting else QUIET_MS
+        return RECEIVE_MS if self._receives else None
 
     def _do_told(self, agent: Any) -> bool:
         happened = False

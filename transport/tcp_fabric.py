@@ -167,9 +167,6 @@ class TcpFabric:
             raise FabricError(f"push to {transfer.target.name} failed: {transfer.failure}")
         return transfer.report
 
-    def expect(self, writes: bool) -> None:
-        """Nothing here is polled."""
-
     async def forget(self, target: Target) -> None:
         assert isinstance(target, TcpTarget)
         await trio.lowlevel.checkpoint()

@@ -33,6 +33,10 @@ HELLO_S = 30.0
 """From the connection to the head's answer."""
 
 
+class ClientRefused(PeerGone):
+    """The head is there and does not want this connection; it may want another one later."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
     """One request and all that is needed to submit it again.
@@ -202,7 +206,7 @@ class HeadClient:
                     if row is not None:
                         self._sink.row_failed(row, fact)
                 case messages.Refused() as fact:
-                    raise PeerGone(f"the head refused this client: {fact.message}")
+                    raise ClientRefused(f"the head refused this client: {fact.message}")
                 case other:
                     raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
 
@@ -272,7 +276,8 @@ async def run_head_client(
     still in `HeadClient.unfinished()`.
 
     Raises:
-        PeerGone: end of stream, no hello within `HELLO_S`, or refused.
+        PeerGone: end of stream, or no hello within `HELLO_S`.
+        ClientRefused: it has too many clients, or found fault with this one.
         RemoteProtocolError: the head sent what it must not.
     """
     frames = FrameStream(
@@ -324,6 +329,6 @@ def _check_hello(frame: Frame) -> HeadHello:
         case HeadHello() as hello:
             raise RemoteProtocolError(f"the head speaks version {hello.version}, this is {messages.PROTOCOL_VERSION}")
         case messages.Refused() as refused:
-            raise PeerGone(f"the head refused this client: {refused.message}")
+            raise ClientRefused(f"the head refused this client: {refused.message}")
         case other:
             raise RemoteProtocolError(f"the head began with {type(other).__name__} instead of HeadHello")

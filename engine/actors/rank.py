@@ -196,9 +196,7 @@ async def _run_side(
             nursery.start_soon(run_lag, meters)
         nursery.start_soon(run_waiter, device, tickets, inbox)
         garbage = Garbage(is_own=ports.process.is_own)
-        await run_step(
-            side, device, head, inbox, links, send_ticket, send_push, meters, garbage, fabric.expect, ports.audit
-        )
+        await run_step(side, device, head, inbox, links, send_ticket, send_push, meters, garbage, ports.audit)
         nursery.cancel_scope.cancel()
 
 

@@ -33,6 +33,7 @@ from engine.core.routing import BrokenPairs, Pair, can_ever_hold, choose_pair
 from engine.errors import RemoteProtocolError, RequestRefused
 from engine.log import log_event
 from transport.messages import (
+    TEXT_LIMIT,
     Abort,
     CancelRequest,
     FailureCode,
@@ -53,8 +54,6 @@ from transport.wire import Frame
 
 logger = logging.getLogger("engine.router")
 
-TEXT_LIMIT = 4096
-"""Characters of `transport.messages.Text`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

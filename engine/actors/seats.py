@@ -28,7 +28,9 @@ class Client:
             return
         try:
             self.link.post(message, blob)
-        except (Overflow, PeerGone) as error:
+        except PeerGone:
+            self.dropped = True  # it went by itself, and its own connection will notice
+        except Overflow as error:
             self.dropped = True
             self.drop(str(error))
 

@@ -64,8 +64,6 @@ class Side(Protocol):
     @property
     def next_deadline_us(self) -> int | None: ...
     @property
-    def expects_writes(self) -> bool: ...
-    @property
     def is_drained(self) -> bool: ...
 
 
@@ -119,7 +117,6 @@ async def run_step(
     pushes: trio.MemorySendChannel[StartPush],
     meters: Meters,
     garbage: Garbage,
-    expect: Callable[[bool], None],
     audit: Callable[[Audited], None] | None,
 ) -> None:
     """The loop. Returns once it was told to drain and everything is answered.
@@ -144,8 +141,6 @@ async def run_step(
         if deadline_us is not None and deadline_us <= now_us:
             side.expire(now_us)
         side.settle(now_us)
-        # Before the grants go out, so that nobody writes to a fabric that looks the other way.
-        expect(side.expects_writes)
         while len(submitted_us) < QUEUED_STEPS:
             plan = side.plan(now_us)
             if plan is None:

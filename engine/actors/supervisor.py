@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from engine.actors.phases import PhaseReport
+from engine.actors.phases import PhaseReport, describe_progress
 from engine.actors.processes import RankProcess, Row, describe_status
 from engine.actors.router import Router
 from engine.errors import ConfigError, EngineError, RankLost, RemoteProtocolError
@@ -309,7 +309,8 @@ class Supervisor:
                 row.snapshot = message
                 self._router.rank_snapshot(message)
             elif isinstance(message, RankStarting):
-                row.phase = f"{message.phase[:128]} {message.done}/{message.total} {message.unit[:64]}".rstrip()
+                progress = describe_progress(message.done, message.total, message.unit[:64]).replace("_", " ")
+                row.phase = f"{message.phase[:128]} {progress}"
                 if row.phases is not None:
                     row.phases.progress(message, row.heard_at)
             elif isinstance(message, RankHello):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from engine.actors.client import ClientRefused
 from engine.batch.options import STDIO, BatchOptions
 from engine.errors import ConfigError, EngineError, RequestRefused
 
@@ -67,7 +68,7 @@ def exit_code_of(error: EngineError) -> int:
     match error:
         case ConfigError():
             return USAGE
-        case RequestRefused():
+        case RequestRefused() | ClientRefused():
             return REFUSED
         case _:
             return UNREACHABLE

@@ -33,6 +33,17 @@ class InputFile:
     regular: bool
     start: int
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody types it."""
+        return os.isatty(self.fd)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode: equal for two names of one file."""
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
+
     def rewind(self) -> None:
         """Goes back to the first byte. Only for regular files."""
         os.lseek(self.fd, self.start, os.SEEK_SET)
@@ -55,6 +66,10 @@ def open_files(options: BatchOptions, closing: contextlib.ExitStack) -> BatchFil
         OutputBusy: another run writes one of them.
     """
     source = _open_input(options.input, closing)
+    for name, path in ((options.output, options.output), (f"--errors {options.errors}", options.errors)):
+        # First of all: "exists already, remove it" would be bad advice about an input.
+        if source.regular and path not in (None, STDIO) and _identity(path) == source.identity:
+            raise ConfigError(f"{name}: is the input too; name another file")
     if options.output == STDIO:
         if options.resume:
             raise ConfigError("--resume needs an output file: pass -o FILE")
@@ -63,9 +78,8 @@ def open_files(options: BatchOptions, closing: contextlib.ExitStack) -> BatchFil
     else:
         output = closing.enter_context(open_output(options.output, resume=options.resume))
         path = options.errors or errors_path(options.output)
-    status = os.fstat(source.fd)
-    if source.regular and output.identity == (status.st_dev, status.st_ino):
-        raise ConfigError(f"{options.output}: is the input too")
+    if source.regular and output.identity == source.identity:
+        raise ConfigError("the output is the input too; name another file with -o")
     errors = None
     if path is not None:
         if _identity(path) == output.identity:
@@ -73,8 +87,8 @@ def open_files(options: BatchOptions, closing: contextlib.ExitStack) -> BatchFil
         errors = open_output(path, resume=options.resume)
         closing.push(errors.__exit__)
         closing.callback(errors.remove_if_empty)
-        if source.regular and errors.identity == (status.st_dev, status.st_ino):
-            raise ConfigError(f"--errors {path}: is the input too")
+        if source.regular and errors.identity == source.identity:
+            raise ConfigError(f"{path}: is for errors, and is the input too; name another file with --errors")
     if options.resume:
         for file in (output, errors):
             if file is not None:
@@ -82,9 +96,9 @@ def open_files(options: BatchOptions, closing: contextlib.ExitStack) -> BatchFil
     return BatchFiles(source, output, errors)
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: str | None) -> tuple[int, int] | None:
     try:
-        status = os.stat(path)
+        status = os.stat(path or "")
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -87,19 +87,20 @@ class Meter:
         return left / rate, left / rate * relative
 
     def status(self, now: float, *, running: int, oldest: tuple[float, str] | None) -> str:
-        """The status line for people. `oldest`: age in seconds and id of the oldest running request."""
+        """The status line for people, what matters most in front. `oldest`: age in seconds and id of the oldest running
+        request."""
         done = self.ended + self.skipped
         parts = [f"{done:,}" if self.total is None else f"{done:,}/{self.total:,} {_percent(done, self.total)}"]
-        parts.append(f"out {_short(self.output_rate())} tok/s")
-        cached = f" ({_percent(self.cached_tokens, self.prompt_tokens)} cached)" if self.prompt_tokens else ""
-        parts.append(f"in {_short(self.prompt_tokens)}{cached}")
-        parts.append(f"err {self.num_errors:,}")
-        parts.append(f"run {running}")
-        if oldest is not None:
-            parts.append(f"oldest {oldest[0]:.0f} s {_printable(oldest[1])}")
         left = self.time_left()
         if left is not None:
             parts.append(f"ETA {_clock(left[0])} ±{_about(left[1])}")
+        parts.append(f"err {self.num_errors:,}")
+        parts.append(f"run {running}")
+        parts.append(f"out {_short(self.output_rate())} tok/s")
+        cached = f" ({_percent(self.cached_tokens, self.prompt_tokens)} cached)" if self.cached_tokens else ""
+        parts.append(f"in {_short(self.prompt_tokens)}{cached}")
+        if oldest is not None:
+            parts.append(f"oldest {oldest[0]:.0f}s {_printable(oldest[1])}")
         return "  ".join(parts)
 
     def progress(self, now: float, *, running: int, oldest: tuple[float, str] | None) -> dict[str, Any]:

@@ -35,11 +35,13 @@ class RecordFile:
     Attributes:
         name: for messages.
         dirty: something was written since the last `sync`.
+        fresh: this run made the file and has not begun; a run that never begins leaves none behind.
     """
 
-    def __init__(self, fd: int, name: str, *, regular: bool, owned: bool) -> None:
+    def __init__(self, fd: int, name: str, *, regular: bool, owned: bool, fresh: bool = False) -> None:
         self.name = name
         self.dirty = False
+        self.fresh = fresh
         self._fd = fd
         self._regular = regular
         self._owned = owned
@@ -108,12 +110,15 @@ class RecordFile:
 
     def remove_if_empty(self) -> None:
         """Takes a file away that nothing was written to: an errors file without errors says nothing."""
+        self.fresh = False
         if self._regular and self._owned and os.fstat(self._fd).st_size == 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.name)
 
     def close(self) -> None:
         """Gives the lock up and closes; standard output stays open."""
+        if self.fresh:
+            self.remove_if_empty()
         if self._owned:
             os.close(self._fd)
             self._owned = False
@@ -132,8 +137,14 @@ def open_output(path: str, *, resume: bool) -> RecordFile:
         ConfigError: it can not be opened, or has content and `resume` is not set.
         OutputBusy: another run holds it.
     """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    fresh = False
     try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fd = os.open(path, flags | os.O_EXCL, 0o666)
+            fresh = True
+        except FileExistsError:
+            fd = os.open(path, flags, 0o666)
     except OSError as error:
         raise ConfigError(f"{path}: can not be opened for writing ({os.strerror(error.errno or 0)})") from error
     try:
@@ -147,7 +158,7 @@ def open_output(path: str, *, resume: bool) -> RecordFile:
                 raise ConfigError(f"{path}: exists already; continue it with --resume, or remove it")
         elif resume:
             raise ConfigError(f"{path}: not a regular file, so there is nothing to resume")
-        return RecordFile(fd, path, regular=regular, owned=True)
+        return RecordFile(fd, path, regular=regular, owned=True, fresh=fresh)
     except BaseException:
         os.close(fd)
         raise

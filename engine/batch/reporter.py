@@ -5,14 +5,18 @@ Stdout carries data only. A stderr that nobody reads any more ends the talking a
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Literal, TextIO
 
 import msgspec
+from rich.cells import set_cell_size
 
 LINE_EVERY_S = 10.0
 TERMINAL_EVERY_S = 0.5
 _CLEAR = "\r\x1b[K"
+_NARROWEST = 80
+"""Columns of a terminal that does not say."""
 
 
 class Reporter:
@@ -24,7 +28,6 @@ class Reporter:
         if progress == "auto":
             self.form = "terminal" if self._stream.isatty() else "line"
         self.every_s = TERMINAL_EVERY_S if self.form == "terminal" else LINE_EVERY_S
-        self._shown = False
         self._broken = False
 
     def status(self, line: str, facts: dict[str, Any], *, asked: bool = False) -> None:
@@ -32,15 +35,15 @@ class Reporter:
         if self.form == "json":
             self._write(msgspec.json.encode(facts).decode() + "\n")
         elif self.form == "terminal" and not asked:
-            self._write(_CLEAR + line)
-            self._shown = True
+            # A line that wraps can not be rewritten: every update would leave one behind.
+            self._write(_CLEAR + set_cell_size(line, self._width() - 1).rstrip())
         elif self.form == "line" or asked:
             self.note(line)
 
     def note(self, text: str) -> None:
         """Says a line, whichever form was chosen: notes are few and matter."""
-        self._write((_CLEAR if self._shown else "") + text + "\n")
-        self._shown = False
+        # On a terminal a status line may stand here, or the ^C that was typed.
+        self._write((_CLEAR if self.form == "terminal" else "") + text + "\n")
 
     def summary(self, text: str, facts: dict[str, Any]) -> None:
         """The last word of a run."""
@@ -48,6 +51,12 @@ class Reporter:
             self._write(msgspec.json.encode(facts).decode() + "\n")
         else:
             self.note(text)
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or _NARROWEST
+        except (OSError, ValueError):
+            return _NARROWEST
 
     def _write(self, text: str) -> None:
         if self._broken:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -19,19 +20,19 @@ from typing import Any
 import msgspec
 import trio
 
-from engine.actors.client import HeadClient
+from engine.actors.client import ClientRefused, HeadClient
 from engine.batch.connection import first_leaf, keep_connection
 from engine.batch.ending import STOPPED, Ending, exit_code_of, resume_hint
 from engine.batch.files import BatchFiles, open_files, read_earlier
 from engine.batch.flight import Flight
 from engine.batch.intake import Intake
 from engine.batch.meter import Meter, describe_summary
-from engine.batch.options import BatchOptions
+from engine.batch.options import STDIO, BatchOptions
 from engine.batch.prepare import InputChanged, PrepareLimits, Preparer
 from engine.batch.reporter import Reporter
 from engine.batch.resume import Earlier
 from engine.batch.writer import RecordWriter
-from engine.errors import EngineError, RequestRefused
+from engine.errors import EngineError, PeerGone, RequestRefused
 from engine.faces.text import TextCodec
 from transport.messages import HeadHello
 from transport.wire import IDS_LIMIT
@@ -54,11 +55,13 @@ class EngineSource:
         open: gives the path of a request socket for as long as the block lasts.
         shared: it is a daemon that may come back, not an engine of this run's own.
         load_codec: the tokenizer of the model that a head serves; blocks.
+        advice: what to do if nobody answers.
     """
 
     open: Callable[[], AbstractAsyncContextManager[str]]
     shared: bool
     load_codec: Callable[[HeadHello], TextCodec]
+    advice: str = ""
 
 
 class SecondSignal(Exception):
@@ -72,14 +75,20 @@ async def run_batch(options: BatchOptions, source: EngineSource, reporter: Repor
         The exit code: 0 done, 1 some lines failed, 2 usage, 3 stopped and resumable, 4 engine not reachable, 5 refused,
         130 second signal.
     """
-    reporter = reporter or Reporter(options.progress)
+    if reporter is None:
+        # Where requests are typed, a line that is rewritten would be in the way.
+        is_typed = options.input == STDIO and os.isatty(0)
+        reporter = Reporter("line" if is_typed and options.progress == "auto" else options.progress)
     with contextlib.ExitStack() as closing:
         try:
             files = open_files(options, closing)
             earlier = await trio.to_thread.run_sync(read_earlier, options, files)
             return await Batch(options, source, reporter, files, earlier).run()
         except EngineError as error:
-            reporter.note(f"engine batch: {error}")
+            is_absent = source.shared and isinstance(error, PeerGone) and not isinstance(error, ClientRefused)
+            reporter.note(f"engine batch: no engine answers ({error})" if is_absent else f"engine batch: {error}")
+            if is_absent and source.advice:
+                reporter.note(source.advice)
             return exit_code_of(error)
 
 
@@ -100,6 +109,7 @@ class Batch:
         self._intake: Intake
         self._model_names: tuple[str, ...] = ()
         self._begun = False
+        self._is_waiting = False
         self._stopped: str | None = None
         self._deadline = math.inf
         self._grace_until = math.inf
@@ -142,6 +152,9 @@ class Batch:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._keep_connection, path)
             self._begun = True
+            self._files.output.fresh = False
+            if self._files.input.is_terminal:
+                self._reporter.note("engine batch: reading requests from the terminal, one a line; Ctrl-D ends them")
             if self._files.errors is not None and not self._options.keep_errors:
                 self._files.errors.truncate()  # its lines are tried again
             self._meter.started_at = trio.current_time()
@@ -233,11 +246,12 @@ class Batch:
                 stops += 1
                 if stops > 1:
                     raise SecondSignal
-                if self._begun:
-                    self._reporter.note(
-                        f"stopping: {self._flight.num_begun} requests may finish within {self._options.grace:g} s;"
-                        " once more to drop them"
-                    )
+                self._reporter.note(
+                    f"stopping: {self._flight.num_begun} requests may finish within {self._options.grace:g} s;"
+                    " once more to drop them"
+                    if self._begun
+                    else "stopping before the engine was ready"
+                )
                 self.stop("signal")
 
     async def _drain_writer(self) -> None:
@@ -354,7 +368,7 @@ class Batch:
             name=self._options.label,
             retry_for=self._options.retry_for if self._source.shared else 0.0,
             greeted=self._greeted,
-            attach=self._flight.attach,
+            attach=self._attach,
             detach=self._detach,
             task_status=task_status,
         )
@@ -366,10 +380,19 @@ class Batch:
             self._reporter.note(f"engine batch: the engine is lost: {problem}")
             self.stop("engine lost", at_once=True)
 
+    def _attach(self, client: HeadClient) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._reporter.note("engine batch: the engine is back")
+        self._flight.attach(client)
+
     def _detach(self, client: HeadClient, problem: EngineError) -> None:
         self._flight.detach(client)
         if self._source.shared and self._flight.num_pending:
-            self._reporter.note(f"engine batch: {problem}; waiting for it up to {self._options.retry_for:g} s")
+            self._is_waiting = True
+            self._reporter.note(
+                f"engine batch: the engine went away ({problem}); waiting for it up to {self._options.retry_for:g} s"
+            )
         self._changed()
 
     async def _greeted(self, hello: HeadHello) -> None:

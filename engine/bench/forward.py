@@ -42,11 +42,27 @@ Ints = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCase:
-    """`rows` sequences of `context` ids each, decoded for `steps` steps."""
+    """`rows` sequences of `context` ids each, decoded for `ahead` steps and then for `steps` that are timed."""
 
     rows: int
     context: int
     steps: int
+    ahead: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """What one run of a case took and gave.
+
+    Attributes:
+        times_ms: of each timed step.
+        spent: processor time per timed step.
+        tokens: int64[rows, 1 + ahead + steps], the completions.
+    """
+
+    times_ms: list[float]
+    spent: dict[str, float]
+    tokens: Ints
 
 
 class BareModel:
@@ -56,8 +72,8 @@ class BareModel:
         self.info = info
         self._model = model
 
-    def run_steps(self, case: StepCase, seed: int) -> tuple[list[float], dict[str, float]]:
-        """Prefills the case's sequences and decodes them; milliseconds of each step, and what all steps took.
+    def run_steps(self, case: StepCase, seed: int) -> Sample:
+        """Prefills the case's sequences and decodes them.
 
         Raises:
             ConfigError: the case does not fit the arena.
@@ -66,17 +82,22 @@ class BareModel:
         slabs = np.arange(case.rows)
         prompts = make_prompts(case.rows, case.context, self.info.vocab_size, seed)
         tokens = np.array([self._prefill(row, prompt, tables[row]) for row, prompt in enumerate(prompts)])
+        completions = [tokens]
         settings = [GREEDY] * case.rows
-        times: list[float] = []
+        times_ms: list[float] = []
+        before = read_thread_times(os.getpid())
         with quiet_garbage():
-            before = read_thread_times(os.getpid())
-            for step in range(case.steps):
+            for step in range(case.ahead + case.steps):
+                if step == case.ahead:
+                    before = read_thread_times(os.getpid())
                 began = time.perf_counter_ns()
                 positions = np.full(case.rows, case.context + step)
                 logits = self._model.forward(RowBatch(slabs, positions, tokens[:, None], tables))
                 tokens = sample_tokens(logits, settings, (positions + 1).tolist(), self.info.eos_ids)
-                times.append((time.perf_counter_ns() - began) / 1e6)
-            return times, read_thread_times(os.getpid()).since(before, case.steps)
+                times_ms.append((time.perf_counter_ns() - began) / 1e6)
+                completions.append(tokens)
+            spent = read_thread_times(os.getpid()).since(before, case.steps)
+        return Sample(times_ms[case.ahead :], spent, np.stack(completions, axis=1))
 
     def run_prefill(self, length: int, chunk: int, seed: int) -> float:
         """Milliseconds of a whole prompt, in chunks as a rank computes them.
@@ -94,7 +115,7 @@ class BareModel:
     def _place(self, case: StepCase) -> Ints:
         """Page tables int64[rows, pages]: sequences one after the other."""
         info = self.info
-        need = case.context + case.steps
+        need = case.context + case.ahead + case.steps
         pages = count_pages(need, info.page_tokens)
         if need > info.max_model_tokens:
             raise ConfigError(f"{need} tokens are more than max_model_tokens ({info.max_model_tokens})")
@@ -171,26 +192,27 @@ def measure_forward(
     """
     runs: list[dict[str, Any]] = []
     for case in cases:
-        bare.run_steps(dataclasses.replace(case, steps=min(case.steps, 3)), seed)  # first calls allocate
-    for sample in range(samples):
+        bare.run_steps(StepCase(case.rows, case.context, 1, ahead=3), seed)  # first calls allocate
+    for number in range(samples):
         for case in cases:
-            times, spent = bare.run_steps(case, seed)
+            sample = bare.run_steps(case, seed)
+            times_ms = sample.times_ms
             runs.append(
                 {
                     **dataclasses.asdict(case),
                     "kind": "decode",
-                    "sample": sample,
-                    "step_ms_median": round(statistics.median(times), 4),
-                    "step_ms_min": round(min(times), 4),
-                    "step_ms_max": round(max(times), 4),
-                    "step_ms_p99": round(percentile(times, 0.99), 4),
-                    "step_ms_mean": round(statistics.fmean(times), 4),
-                    **spent,
+                    "sample": number,
+                    "step_ms_median": round(statistics.median(times_ms), 4),
+                    "step_ms_min": round(min(times_ms), 4),
+                    "step_ms_max": round(max(times_ms), 4),
+                    "step_ms_p99": round(percentile(times_ms, 0.99), 4),
+                    "step_ms_mean": round(statistics.fmean(times_ms), 4),
+                    **sample.spent,
                 }
             )
             tell(f"forward {case.rows} rows at {case.context}: {runs[-1]['step_ms_median']:.2f} ms a step")
         for length in prefills:
             spent_ms = bare.run_prefill(length, chunk, seed)
-            runs.append({"kind": "prefill", "sample": sample, "tokens": length, "prefill_ms": round(spent_ms, 4)})
+            runs.append({"kind": "prefill", "sample": number, "tokens": length, "prefill_ms": round(spent_ms, 4)})
             tell(f"prefill of {length}: {length / spent_ms * 1e3:.0f} tokens/s")
     return {"runs": runs, "summary": summarise_forward(runs)}

@@ -49,6 +49,7 @@ def begin_record(
         "config_digest": config.digest,
         "model": os.path.basename(config.model),
         "device": config.device,
+        "fabric": config.fabric,
         "threads": config.threads,
         "page_tokens": config.page_tokens,
         "kv_dtype": config.kv_dtype,

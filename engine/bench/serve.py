@@ -1,8 +1,8 @@
 """Serve: the whole path, measured from outside: a private engine, a client, and the bare forward beside it.
 
 A repeat measures all row counts bare and then served, in one go, so that a ratio compares what the machine was at the
-same time. The bare forward runs in a process of its own while the engine is idle, at the context that the served rows
-had on average.
+same time. The bare forward runs in a process of its own while the engine is idle, on the same prompts and at the
+context that the served rows have on average.
 
 While prompts are computed, those that came first decode already. So each row count is first run until it is steady, to
 learn how many tokens each sequence is ahead then; in the measured runs it is asked for so many more. All sequences then
@@ -65,9 +65,10 @@ class Case:
     sequences: int
     leads: list[int] = dataclasses.field(default_factory=list)
 
-    def context(self, prompt_tokens: int) -> int:
-        """Mean position at which a row's steady state begins."""
-        return prompt_tokens + round(statistics.fmean(self.leads)) + 1
+    @property
+    def ahead(self) -> int:
+        """Mean of the leads: tokens of a row before the steady state."""
+        return round(statistics.fmean(self.leads))
 
 
 async def measure_serve(
@@ -95,12 +96,13 @@ async def measure_serve(
             ahead = max(case.leads)
             tell(f"{case.sequences} sequences: the first is {ahead} tokens ahead when the last starts")
         for repeat in range(options.repeat):
-            bare = await _run_bare(config, cases, options)
+            seed = options.seed + repeat
+            bare = await _run_bare(config, cases, options, seed)
             for case, step_ms in zip(cases, bare, strict=True):
                 runs.append({"kind": "bare", "repeat": repeat, "sequences": case.sequences, **step_ms})
                 tell(f"bare    {case.sequences:>3} rows: {step_ms['step_ms']:.2f} ms a step")
             for case in cases:
-                figures = await _run_case(client, arrivals, watch, case, config, options, repeat)
+                figures = await _run_case(client, arrivals, watch, case, config, options, seed)
                 runs.append({"kind": "served", "repeat": repeat, "sequences": case.sequences, **figures})
                 tell(
                     f"served  {case.sequences:>3} rows: {figures['step_ms']:.2f} ms a step,"
@@ -208,12 +210,12 @@ async def _run_case(
     case: Case,
     config: ClusterConfig,
     options: ServeOptions,
-    repeat: int,
+    seed: int,
 ) -> dict[str, Any]:
     """One measured run."""
     most = _most_tokens(config, options, case.sequences)
     lengths = [min(most, options.max_tokens + 2 + math.ceil(lead * LEAD_MARGIN)) for lead in case.leads]
-    rows = _make_rows(lengths, config, options, options.seed + repeat)
+    rows = _make_rows(lengths, config, options, seed)
     arrivals.begin([row.label for row in rows])
     watch.forget()
     with _bounded(f"{case.sequences} sequences to end"):
@@ -246,17 +248,19 @@ def _bounded(what: str) -> Any:
 # ---------------------------------------------------------------- bare
 
 
-async def _run_bare(config: ClusterConfig, cases: Sequence[Case], options: ServeOptions) -> list[dict[str, Any]]:
-    """The forward of every case, in a process of its own; one sample each."""
+async def _run_bare(
+    config: ClusterConfig, cases: Sequence[Case], options: ServeOptions, seed: int
+) -> list[dict[str, Any]]:
+    """The forward of every case, in a process of its own; one sample each, of the prompts that `seed` gives."""
     given = give_json(dataclasses.asdict(config))
     command = [*engine_command(), "bench", "forward", "--given", str(given), "--samples", "1", "--prefill", ""]
     for case in cases:
         rows = math.ceil(case.sequences / len(config.decode.ranks))
-        command += ["--case", f"{rows}:{case.context(options.prompt_tokens)}:{options.max_tokens}"]
+        command += ["--case", f"{rows}:{options.prompt_tokens}:{options.max_tokens}:{case.ahead}"]
     try:
         with _bounded("the bare forward"):
             done = await trio.run_process(
-                [*command, "--seed", str(options.seed), "--quiet", "--output-json", "-"],
+                [*command, "--seed", str(seed), "--quiet", "--output-json", "-"],
                 capture_stdout=True,
                 capture_stderr=True,
                 check=False,
@@ -275,7 +279,7 @@ async def _run_bare(config: ClusterConfig, cases: Sequence[Case], options: Serve
             "step_ms_min": run["step_ms_min"],
             "cpu_ms_per_step": run["cpu_ms_per_step"],
             "ready_ms_per_step": run["ready_ms_per_step"],
-            "context": run["context"],
+            "ahead": run["ahead"],
         }
         for run in found
     ]

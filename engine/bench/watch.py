@@ -55,10 +55,14 @@ class Watch:
                 self._name_to_pid[f"{rank.role}{rank.rank}"] = rank.pid
                 snapshot = rank.snapshot
                 if snapshot is not None and snapshot != self._latest.get(rank.rank):
-                    self._latest[rank.rank] = snapshot
-                    self._sightings.append(Sighting(after, now, rank, snapshot))
+                    self.add(Sighting(after, now, rank, snapshot))
             after = asked
             await trio.sleep(POLL_S)
+
+    def add(self, sighting: Sighting) -> None:
+        """Notes one."""
+        self._latest[sighting.rank.rank] = sighting.snapshot
+        self._sightings.append(sighting)
 
     def forget(self) -> None:
         """Drops what was seen so far; what comes next is compared with the newest of it."""

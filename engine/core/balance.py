@@ -1,4 +1,4 @@
-"""Decides whether experts should move: loads, the current placement, the topology and prices in, a target with a bill out.
+"""Decides whether experts should move: loads, current placement, topology and prices in; a target with a bill out.
 
 One objective: microseconds per step that a placement is predicted to save, times the horizon, less the time that the
 links need for the bytes it moves. `descend` lays a trail of ever better placements from the current one for each
@@ -18,46 +18,21 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.descend import Field, Trail, descend
+from engine.core.descend import descend
+from engine.core.field import Field, build_field, build_placement
 from engine.core.load import Skew, measure_skew
-from engine.core.pack import choose_counts, pack, spread_room
-from engine.core.placement import EMPTY, Placement
+from engine.core.pack import choose_counts, pack, spread_room, vary_counts
+from engine.core.placement import Placement
+from engine.core.topology import Topology
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
-_ROUNDS = 24
+_ROUNDS = 20
 _FLOOR_PLAN = 0.002
 _FLOOR_PACK = 0.0005
 _THRIFT = 0.2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Topology:
-    """What a placement has to respect.
-
-    Attributes:
-        hosts: the host of each rank; moves within a host are cheaper.
-        reserve_slots: slots of each rank left empty, for the next plan's moves to go into.
-        layer_slots: at most so many slots of a rank for one layer; None pools a rank's slots over all layers.
-        groups, nodes: experts e * groups // experts form groups, ranks r * nodes // ranks nodes; each node holds
-            groups / nodes whole groups of each layer, all replicas of their experts included. 1 and 1: no such limit.
-    """
-
-    hosts: tuple[int, ...]
-    reserve_slots: int = 0
-    layer_slots: int | None = None
-    groups: int = 1
-    nodes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.groups < 1 or self.nodes < 1 or self.groups % self.nodes or len(self.hosts) % self.nodes:
-            raise ValueError(
-                f"{self.groups} groups and {len(self.hosts)} ranks do not divide over {self.nodes} nodes"
-            )
-        if self.reserve_slots < 0:
-            raise ValueError(f"reserve_slots is {self.reserve_slots}, not below 0")
+_VARIED_SLOTS = 20_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +110,11 @@ def plan_placement(current: Placement, loads: Floats, topology: Topology, prices
     """
     _check(current, loads, topology)
     before = measure_skew(current.sum_rank_loads(loads), prices.us_per_token)
-    trail = descend(_build_field(current, loads, topology), rounds=_ROUNDS, floor=_FLOOR_PLAN, thrift=_THRIFT)
+    field = build_field(current, loads, topology)
+    trail = descend(field, rounds=_ROUNDS, floor=_FLOOR_PLAN, thrift=_THRIFT)
+    if topology.layer_slots is not None and current.has_doubles():
+        # Two replicas on one rank (no plan of ours makes them): to give one up need not be the best use of it.
+        trail = trail.join(descend(field, rounds=_ROUNDS, floor=_FLOOR_PLAN, thrift=_THRIFT, keep_doubles=True))
     nodes = topology.nodes
     most = trail.most.reshape(len(trail.held), current.layers, nodes).max(axis=2)
     moved = trail.moved.reshape(len(trail.held), current.layers, nodes).sum(axis=2)
@@ -151,7 +130,7 @@ def plan_placement(current: Placement, loads: Floats, topology: Topology, prices
     point = np.where(net >= best - slack, moved, np.iinfo(np.int64).max).argmin(axis=0)
     layer = np.arange(current.layers)
     held = trail.pick(np.repeat(point, nodes)).reshape(current.layers, current.ranks, -1)
-    target = _rebuild(current, held) if (point > 0).any() else current
+    target = build_placement(current, held) if (point > 0).any() else current
     after = measure_skew(target.sum_rank_loads(loads), prices.us_per_token)
     num_moved, num_far = int(moved[point, layer].sum()), int(far[point, layer].sum())
     saved = before.lost_us_per_step - after.lost_us_per_step
@@ -181,19 +160,31 @@ def pack_placement(current: Placement, loads: Floats, topology: Topology) -> Pla
     ranks = current.ranks // nodes
     members = _assign_groups(loads, topology)
     inside = np.take_along_axis(loads[:, None, :], members, axis=2).reshape(layers * nodes, -1)
-    counts, room, shared = _share_slots(current, inside, topology, ranks)
-    width = int(room.max()) + (0 if topology.layer_slots is not None else 2)
-    held = pack(inside, counts, room, width)
     names = np.concatenate([members.reshape(layers * nodes, -1), np.full((layers * nodes, 1), experts)], axis=1)
-    held = np.take_along_axis(names, held.reshape(layers * nodes, -1), axis=1).reshape(held.shape)
-    base = _build_field(current, loads, topology, strict=False)
-    spare = room - (held < experts).sum(axis=2)
     alone = np.zeros((layers * nodes, experts))
     np.put_along_axis(alone, names[:, :-1], inside, axis=1)
-    field = dataclasses.replace(base, loads=alone, held=held, room=spare, shared=shared)
+    base = dataclasses.replace(build_field(current, loads, topology, strict=False), loads=alone)
+    variants, room, shared = _share_slots(current, inside, topology)
+    times = variants.shape[0]
+    width = int(room.max()) + (0 if topology.layer_slots is not None else 2)
+    held = pack(np.tile(inside, (times, 1)), variants.reshape(-1, inside.shape[1]), np.tile(room, (times, 1)), width)
+    names = np.tile(names, (times, 1))
+    held = np.take_along_axis(names, held.reshape(len(held), -1), axis=1).reshape(held.shape)
+    field = dataclasses.replace(
+        base,
+        loads=np.tile(base.loads, (times, 1)),
+        held=held,
+        home=np.tile(base.home, (times, 1, 1)),
+        near=np.tile(base.near, (times, 1, 1)),
+        room=np.tile(room, (times, 1)) - (held < experts).sum(axis=2),
+        shared=shared,
+    )
     trail = descend(field, rounds=_ROUNDS, floor=_FLOOR_PACK, thrift=0.0)
-    point = trail.most.argmin(axis=0)
-    return _rebuild(current, trail.pick(point).reshape(layers, current.ranks, -1))
+    most = trail.most.min(axis=0).reshape(times, -1)
+    variant = most.argmin(axis=0)
+    held = trail.pick(trail.most.argmin(axis=0)).reshape(times, layers * nodes, ranks, width)
+    held = held[variant, np.arange(layers * nodes)]
+    return build_placement(current, held.reshape(layers, current.ranks, width))
 
 
 def _check(current: Placement, loads: Floats, topology: Topology) -> None:
@@ -207,24 +198,26 @@ def _check(current: Placement, loads: Floats, topology: Topology) -> None:
         raise ValueError(f"{current.experts} experts do not divide into {topology.groups} groups")
 
 
-def _share_slots(current: Placement, inside: Floats, topology: Topology, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """Replica counts and slots per rank of each problem, and shared slots left over, for a packing from nothing."""
+def _share_slots(current: Placement, inside: Floats, topology: Topology) -> tuple[Ints, Ints, Ints]:
+    """For a packing from nothing: replica counts to try (int64[variants, problems, experts]), slots per rank of each
+    problem, and shared slots left over."""
     problems, members = inside.shape
     nodes = topology.nodes
-    layers = problems // nodes
+    layers, ranks = problems // nodes, current.ranks // nodes
+    usable = current.slots - topology.reserve_slots
     if topology.layer_slots is not None:
         if topology.layer_slots * ranks < members:
             raise ValueError(f"layer_slots {topology.layer_slots} x {ranks} ranks can not hold {members} experts")
-        if topology.layer_slots * layers > current.slots - topology.reserve_slots:
-            raise ValueError(f"{layers} layers x layer_slots {topology.layer_slots} exceed {current.slots} slots")
-        counts = choose_counts(inside, topology.layer_slots * ranks - members, ranks, pooled=False)
+        if topology.layer_slots * layers > usable:
+            raise ValueError(f"{layers} layers x layer_slots {topology.layer_slots} exceed {usable} slots of a rank")
         room = np.full((problems, ranks), topology.layer_slots, dtype=np.int64)
+        bits = int(np.log2(max(1.0, _VARIED_SLOTS / room.sum())))
+        counts = vary_counts(inside, topology.layer_slots * ranks - members, ranks, bits)
         return counts, room, np.zeros((nodes, ranks), dtype=np.int64)
-    usable = current.slots - topology.reserve_slots
     extra = ranks * usable - layers * members
     if extra < 0:
         raise ValueError(
-            f"{ranks} ranks x {usable} slots (reserve_slots {topology.reserve_slots} left empty) can not hold "
+            f"{ranks} ranks x {usable} slots ({topology.reserve_slots} reserved) can not hold "
             f"{layers} layers x {members} experts"
         )
     counts = np.empty(inside.shape, dtype=np.int64)
@@ -233,7 +226,7 @@ def _share_slots(current: Placement, inside: Floats, topology: Topology, ranks: 
         counts[node::nodes] = choose_counts(inside[node::nodes], extra, ranks, pooled=True)
         room[node::nodes] = spread_room(counts[node::nodes].sum(axis=1), ranks)
     shared = usable - room.reshape(layers, nodes, ranks).sum(axis=0)
-    return counts, room, shared
+    return counts[None], room, shared
 
 
 def _assign_groups(loads: Floats, topology: Topology) -> Ints:
@@ -260,105 +253,8 @@ def _assign_groups(loads: Floats, topology: Topology) -> Ints:
     trail = descend(field, rounds=_ROUNDS, floor=_FLOOR_PACK, thrift=0.0)
     held = np.sort(trail.pick(trail.most.argmin(axis=0)), axis=2)
     members = held[:, :, :, None] * size + np.arange(size)
-    return members.reshape(layers, nodes, each * size)
-
-
-def _build_field(current: Placement, loads: Floats, topology: Topology, *, strict: bool = True) -> Field:
-    """The current placement as a start for `descend`; `strict` checks it against the topology's limits."""
-    layers, experts, ranks = current.layers, current.experts, current.ranks
-    nodes, inner = topology.nodes, current.ranks // topology.nodes
-    rank, slot = np.nonzero(current.table != EMPTY)
-    keys = current.table[rank, slot].astype(np.int64)
-    layer, expert = np.divmod(keys, experts)
-    cell = layer * ranks + rank
-    used = np.bincount(cell, minlength=layers * ranks)
-    order = np.argsort(cell, kind="stable")
-    ordered = cell[order]
-    at = np.arange(ordered.size) - (np.cumsum(used) - used)[ordered]
-    limit = topology.layer_slots
-    most = int(used.max())
-    if strict and limit is not None and most > limit:
-        where = divmod(int(used.argmax()), ranks)
-        raise ValueError(f"rank {where[1]} holds {most} experts of layer {where[0]}, layer_slots is {limit}")
-    width = max(most, limit) if limit is not None else most + 2
-    held = np.full((layers * ranks, width), experts, dtype=np.int64)
-    held[ordered, at] = expert[order]
-    here = np.zeros((layers, experts, ranks), dtype=np.bool_)
-    here[layer, expert, rank] = True
-    host = np.unique(np.array(topology.hosts), return_inverse=True)[1]
-    near = np.zeros((layers, experts, int(host.max()) + 1), dtype=np.bool_)
-    near[layer, expert, host[rank]] = True
-    if strict and nodes > 1:
-        _check_nodes(here, topology)
-    per_rank = used.reshape(layers, nodes, inner)
-    if limit is not None:
-        room = limit - per_rank
-        shared = np.zeros((nodes, inner), dtype=np.int64)
-    else:
-        room = np.zeros_like(per_rank)
-        shared = np.maximum(current.slots - topology.reserve_slots - per_rank.sum(axis=0), 0)
-    if nodes == 1:
-        return Field(loads, held.reshape(layers, ranks, width), here, near, host[None, :], room[:, 0], shared)
-    owned = here.reshape(layers, experts, nodes, inner).transpose(0, 2, 1, 3)
-    return Field(
-        loads=np.where(owned.any(axis=3), loads[:, None, :], 0.0).reshape(layers * nodes, experts),
-        held=held.reshape(layers * nodes, inner, width),
-        home=owned.reshape(layers * nodes, experts, inner),
-        near=np.repeat(near, nodes, axis=0),
-        host=host.reshape(nodes, inner),
-        room=room.reshape(layers * nodes, inner),
-        shared=shared,
-    )
-
-
-def _check_nodes(here: Bools, topology: Topology) -> None:
-    """Raises unless each layer's groups lie whole on one node each, equally many on all."""
-    layers, experts, ranks = here.shape
-    groups, nodes = topology.groups, topology.nodes
-    shape = (layers, groups, experts // groups, nodes, ranks // nodes)
-    held = here.reshape(shape).any(axis=(2, 4))
-    for layer in range(layers):
-        if not (held[layer].sum(axis=1) == 1).all() or not (held[layer].sum(axis=0) == groups // nodes).all():
-            raise ValueError(f"layer {layer} has groups of experts on several nodes, or nodes with unequal groups")
-
-
-def _rebuild(current: Placement, held: Ints) -> Placement:
-    """The placement in which each rank holds `held` (int64[layers, ranks, width]): what stays keeps its slot, what
-    arrives gets a slot that is empty now, or else one that is given up."""
-    experts = current.experts
-    layer, rank, at = np.nonzero(held < experts)
-    keys = layer * experts + held[layer, rank, at]
-    old_rank, old_slot = np.nonzero(current.table != EMPTY)
-    old_keys = current.table[old_rank, old_slot].astype(np.int64)
-    size = current.layers * experts
-    wanted, present = _tell_apart(rank * size + keys), _tell_apart(old_rank * size + old_keys)
-    span = int(max(wanted.max(), present.max())) + 1
-    there = np.zeros(span, dtype=np.bool_)
-    there[wanted] = True
-    stays = there[present]
-    there[:] = False
-    there[present] = True
-    arrives = np.flatnonzero(~there[wanted])
-    result = np.full_like(current.table, EMPTY)
-    result[old_rank[stays], old_slot[stays]] = old_keys[stays]
-    arrives = arrives[np.argsort(rank[arrives], kind="stable")]
-    new_rank = rank[arrives]
-    # Free slots of each rank, those that are empty now first.
-    order = np.argsort((result != EMPTY) * np.int8(2) + (current.table != EMPTY), axis=1, kind="stable")
-    turn = np.arange(new_rank.size) - np.searchsorted(new_rank, new_rank)
-    result[new_rank, order[new_rank, turn]] = keys[arrives]
-    return Placement(current.layers, experts, result)
-
-
-def _tell_apart(cells: Ints) -> Ints:
-    """The same numbers where all differ; else numbers that differ, so that the n-th of a kind meets the n-th."""
-    order = np.argsort(cells, kind="stable")
-    ordered = cells[order]
-    if not (ordered[1:] == ordered[:-1]).any():
-        return cells
-    result = np.empty_like(cells)
-    result[order] = np.arange(cells.size) - np.searchsorted(ordered, ordered)
-    return result * (int(ordered[-1]) + 1) + cells
+    result: Ints = members.reshape(layers, nodes, each * size)
+    return result
 
 
 def _say_why(bill: Bill, prices: Prices) -> str:

@@ -257,11 +257,6 @@ class DecodeSide:
             self._move(sequence, DecodeEvent.OVERDUE, code="timeout", why=why)
 
     @property
-    def expects_writes(self) -> bool:
-        """Whether a prefill rank may write here: it holds a grant, or one of its epochs has not ended."""
-        return bool(self._epochs)
-
-    @property
     def is_drained(self) -> bool:
         """Every request is answered and no step names memory; what is in quarantine ends with this process."""
         answered = all(sequence.phase is DecodePhase.QUARANTINED for sequence in self.sequences.values())

@@ -13,44 +13,28 @@ depend on them, which is why a higher price never leads to more moves.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.core.field import Field
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-LEVEL_FACTOR = 0.6
+LEVEL_FACTOR = 0.5
 """Each level is this much nearer to the mean than the one before."""
 
 _TABOO = 1e30
+_RETRY_ROUNDS = 3
+"""After a round without relief the next tries are these many rounds apart."""
 _MAX_RELIEVED = 4
 _MAX_SPOTS = 8
 _MAX_HEADS = 3
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Field:
-    """Where a descent starts, and what limits it. Borrowed, never written.
-
-    Attributes:
-        loads: float64[problems, experts].
-        held: int64[problems, ranks, width], expert or `experts` (empty).
-        home: bool[problems, experts, ranks], the rank holds the expert in the placement in force: no bytes to move.
-        near: bool[problems, experts, hosts], some rank of the host does.
-        host: int64[nodes, ranks], the host of each rank; problem i is of node i % nodes.
-        room: int64[problems, ranks], empty slots that the problem may fill.
-        shared: int64[nodes, ranks], empty slots that any problem of the node may fill.
-    """
-
-    loads: Floats
-    held: Ints
-    home: Bools
-    near: Bools
-    host: Ints
-    room: Ints
-    shared: Ints
+_RELIEF_SHARE = 0.65
+"""Least share of a full rank's load above the level that a better replica has to take away per move."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -76,6 +60,15 @@ class Trail:
             chosen = point == index
             held[chosen] = self.held[index][chosen]
         return held
+
+    def join(self, other: Trail) -> Trail:
+        """The points of both. Only for problems that share no slots: a pick may then mix the two."""
+        return Trail(
+            self.held + other.held,
+            np.concatenate([self.most, other.most]),
+            np.concatenate([self.moved, other.moved]),
+            np.concatenate([self.far, other.far]),
+        )
 
 
 def descend(field: Field, *, rounds: int, floor: float, thrift: float, keep_doubles: bool = False) -> Trail:
@@ -116,6 +109,26 @@ def descend(field: Field, *, rounds: int, floor: float, thrift: float, keep_doub
             trail.append(state.copy_point())
     held, tops, moves, far = zip(*trail, strict=True)
     return Trail(held, np.array(tops), np.array(moves), np.array(far))
+
+
+class _Spots(NamedTuple):
+    """Places for another replica, all of one shape: slot of a rank, what it holds, its load, whether it may be used."""
+
+    rank: Ints
+    slot: Ints
+    code: Ints
+    weight: Floats
+    usable: Bools
+
+    def deal(self, shape: tuple[int, int, int]) -> _Spots:
+        """From [problems, spots x ranks to relieve] to [problems, ranks to relieve, spots]; `shape` is the middle."""
+        return _Spots(
+            self.rank.reshape(shape).transpose(0, 2, 1),
+            self.slot.reshape(shape).transpose(0, 2, 1),
+            self.code.reshape(shape).transpose(0, 2, 1),
+            self.weight.reshape(shape).transpose(0, 2, 1),
+            self.usable.reshape(shape).transpose(0, 2, 1),
+        )
 
 
 class _State:
@@ -161,16 +174,23 @@ class _State:
         self.far = np.zeros(self.problems, dtype=np.int64)
         cells = np.concatenate([real[:1], real[1:][~twice]])
         self._tally(cells // (size * self.ranks), cells // self.ranks, cells % self.ranks, 1)
+        self.relieving = np.ones(self.problems, dtype=np.bool_)
+        self.vacant = (self.rows == np.repeat(self.empty, self.ranks)[:, None]).sum(axis=1)
         # Reused by every round: a fresh array of this size costs more in page faults than in arithmetic.
         pairs = self.problems * (self.ranks // 2)
         self.buffer = np.empty((pairs, self.width, self.width), dtype=np.float32)
-        self.weigh()
+        self.share = np.zeros(self.loads.size)
+        self.weight = np.zeros(self.held.shape)
+        self.rank_load = np.zeros((self.problems, self.ranks))
+        self.weigh(np.arange(self.problems))
 
-    def weigh(self) -> None:
-        """Replica weights and rank loads anew from the counts, so that errors do not add up."""
-        self.share = self.loads / np.maximum(self.counts, 1)
-        self.weight = self.share[self.rows]
-        self.rank_load = np.add.reduce(self.weight, axis=1).reshape(self.problems, self.ranks)
+    def weigh(self, problem: Ints) -> None:
+        """Replica weights and rank loads of these problems anew from the counts, so that errors do not add up."""
+        loads, counts = self.loads.reshape(self.problems, -1), self.counts.reshape(self.problems, -1)
+        self.share.reshape(self.problems, -1)[problem] = loads[problem] / np.maximum(counts[problem], 1)
+        weight = self.share[self.held[problem]]
+        self.weight[problem] = weight
+        self.rank_load[problem] = np.add.reduce(weight, axis=2)
 
     def copy_point(self) -> tuple[Ints, Floats, Ints, Ints]:
         held = self.held - self.start[:, None, None]
@@ -186,9 +206,10 @@ class _State:
             slot = int(np.flatnonzero(self.rows[row] == code)[-1])
             self.rows[row, slot] = self.empty[problem]
             self.room[row] += 1
+            self.vacant[row] += 1
             self.by_code[code, rank] -= 1
             self.counts[code] -= 1
-        self.weigh()
+        self.weigh(np.arange(self.problems))
 
     def run_round(self, level: Floats, turn: int, thrift: float) -> Bools:
         """Swaps for every rank above its problem's level, or one better replica for the fullest.
@@ -199,10 +220,12 @@ class _State:
         changed = np.zeros(self.problems, dtype=np.bool_)
         top = np.flatnonzero(self.rank_load.max(axis=1) > level)
         order = np.argsort(-self.rank_load[top], axis=1, kind="stable")
-        relieved = self._relieve(top, order, level[top])
+        tried = np.flatnonzero(self.relieving[top] | (turn % _RETRY_ROUNDS == 0))
+        relieved = self._relieve(top[tried], order[tried], level[top[tried]])
+        changed[relieved] = True
+        self.relieving[top[tried]] = changed[top[tried]]
         if relieved.size:
-            changed[relieved] = True
-            self.weigh()
+            self.weigh(np.flatnonzero(changed))
             keep = ~changed[top]
             top, order = top[keep], order[keep]
         heavy = self.ranks // 2
@@ -212,8 +235,10 @@ class _State:
         light = order[row, self.ranks - 1 - (index + turn) % (self.ranks - heavy)]
         swapped = self._swap(top[row], order[row, index], light, thrift)
         if swapped.size:
-            changed[swapped] = True
-            self.weigh()
+            shifted = np.zeros(self.problems, dtype=np.bool_)
+            shifted[swapped] = True
+            self.weigh(np.flatnonzero(shifted))
+            changed |= shifted
         return changed
 
     def _swap(self, problem: Ints, high: Ints, low: Ints, thrift: float) -> Ints:
@@ -222,13 +247,14 @@ class _State:
             return problem
         high_row, low_row = problem * self.ranks + high, problem * self.ranks + low
         giving, taking = self.rows[high_row], self.rows[low_row]
+        weight = self.weight.reshape(-1, self.width)
         gap = 0.5 * (self.rank_load.ravel()[high_row] - self.rank_load.ravel()[low_row])
         may_fill = (self.room[low_row] > 0) | (self.shared[self.node[problem] * self.ranks + low] > 0)
         empty = taking == self.empty[problem][:, None]
         to_low, to_high = giving * self.ranks + low[:, None], taking * self.ranks + high[:, None]
         barred = np.where(empty, ~may_fill[:, None], self.present[to_high] > 0)
-        out = np.where(self.present[to_low] > 0, -_TABOO, self.weight[high_row] - gap[:, None])
-        back = np.where(barred, _TABOO, self.weight[low_row])
+        out = np.where(self.present[to_low] > 0, -_TABOO, weight[high_row] - gap[:, None])
+        back = np.where(barred, _TABOO, weight[low_row])
         # Single precision is enough to choose, and halves the bytes of the one large array.
         out, back = out.astype(np.float32), back.astype(np.float32)
         miss = self.buffer[: problem.size]
@@ -251,7 +277,10 @@ class _State:
         give, take = give[pick], take[pick]
         first, second = self.rows[high_row, give], self.rows[low_row, take]
         self.rows[high_row, give], self.rows[low_row, take] = second, first
-        self.room[high_row] += second == self.empty[problem]
+        freed = second == self.empty[problem]
+        self.room[high_row] += freed
+        self.vacant[high_row] += freed
+        self.vacant[low_row] -= freed
         self._shift(problem, first, high, -1)
         self._shift(problem, first, low, 1)
         self._shift(problem, second, low, -1)
@@ -259,7 +288,7 @@ class _State:
         return problem
 
     def _claim(self, problem: Ints, rank: Ints, wanted: Bools) -> Bools:
-        """Takes an empty slot for each wanted pair: own room first, then shared slots in order. False: none was left."""
+        """Takes an empty slot for each wanted pair: own room first, then shared slots. False: none was left."""
         granted = np.ones(problem.size, dtype=np.bool_)
         want = np.flatnonzero(wanted)
         if want.size == 0:
@@ -295,88 +324,106 @@ class _State:
     def _relieve(self, problem: Ints, order: Ints, level: Floats) -> Ints:
         """One more replica elsewhere for an expert of the fullest ranks, where that beats a swap. Returns the problems.
 
-        Candidates: one spot of each light rank (an empty slot, which weighs nothing, else its lightest replica that has
-        others), times the heaviest experts of the fullest ranks and "nothing", which gives a replica up. The spots are
-        dealt out to the fullest ranks. What counts is the load above the level, summed over ranks; that a spot and a
-        head may share a rank is neglected.
+        Candidates: spots on light ranks, dealt out to the fullest ranks, times the heaviest experts (heads) of the
+        fullest rank and "nothing", which gives the spot's replica up. What counts is the load above the level, summed
+        over ranks; that a spot's expert and a head may share a rank that is not the full one is neglected.
         """
         if problem.size == 0:
             return problem
-        number, ranks = problem.size, self.ranks
-        full = min(_MAX_RELIEVED, ranks // 2)
-        spots, heads = min(_MAX_SPOTS, ranks) // full, min(_MAX_HEADS, self.width)
-        each = np.arange(number)[:, None]
-        base = self.rank_load[problem]
-        rank_row = problem[:, None] * ranks + np.arange(ranks)
-        may_fill = (self.room[rank_row] > 0) | (self.shared.reshape(-1, ranks)[self.node[problem]] > 0)
-        codes = self.held[problem]
-        weight = self.weight.reshape(self.held.shape)[problem]
-        usable = self.counts[codes] > 1
-        usable |= (codes == self.empty[problem][:, None, None]) & may_fill[:, :, None]
-        weight = np.where(usable, weight, _TABOO)
-        slot = weight.argmin(axis=2)
-        weight = weight[each, np.arange(ranks), slot]
-        at = np.argsort(base + weight, axis=1)[:, : spots * full]
-        weight, slot = weight[each, at], slot[each, at]
-        old, usable = codes[each, at, slot], weight < _TABOO
-        weight = np.where(usable, weight, 0.0)
-        raised = weight / np.maximum(self.counts[old] - 1, 1)
-        over = base - level[:, None]
+        number, full = problem.size, min(_MAX_RELIEVED, self.ranks // 2)
+        num_spots, num_heads = min(_MAX_SPOTS, self.ranks) // full, min(_MAX_HEADS, self.width)
+        spots = self._find_spots(problem, num_spots * full)
+        each, turn = np.arange(number)[:, None], np.arange(num_spots * full)
+        top = order[:, :full]
+        over = self.rank_load[problem] - level[:, None]
         before = np.maximum(over, 0.0).sum(axis=1)[:, None]
         # Without the spot's replica: the others of that expert get its share.
-        gone = over[:, None, :] + raised[:, :, None] * self.by_code[old]
-        gone[each, np.arange(spots * full), at] -= weight + raised
-        there = gone[each, np.arange(spots * full), at]
+        raised = spots.weight / np.maximum(self.counts[spots.code] - 1, 1)
+        gone = over[:, None, :] + raised[:, :, None] * self.by_code[spots.code]
+        gone[each, turn, spots.rank] -= spots.weight + raised
+        there = gone[each, turn, spots.rank]
+        at_top = gone[each[:, :, None], turn.reshape(num_spots, full).T, top[:, :, None]]
         worse = np.maximum(gone, 0.0).sum(axis=2) - before - np.maximum(there, 0.0)
-        # With one more replica of a head: its others get less.
-        top = order[:, :full]
-        new = self.rows[problem[:, None] * ranks + top]
-        strongest = np.argsort(-self.share[new], axis=2)[:, :, :heads]
+        # With one more replica of a head: its others get less. The last head is "nothing".
+        heads = self.rows[problem[:, None] * self.ranks + top]
+        heads = np.take_along_axis(heads, np.argsort(-self.share[heads], axis=2)[:, :, :num_heads], axis=2)
+        lowered = np.zeros((number, full, num_heads + 1))
+        lowered[:, :, :-1] = self.share[heads] / (self.counts[heads] + 1)
+        flat = heads.reshape(number, -1)
+        eased = over[:, None, :] - lowered[:, :, :-1].reshape(number, -1, 1) * self.by_code[flat]
+        better = np.zeros((number, full, 1, num_heads + 1))
+        better[:, :, 0, :-1] = (before - np.maximum(eased, 0.0).sum(axis=2)).reshape(number, full, num_heads)
         blank = np.broadcast_to(self.empty[problem][:, None, None], (number, full, 1))
-        new = np.concatenate([np.take_along_axis(new, strongest, axis=2), blank], axis=2)
-        lowered = self.share[new] / (self.counts[new] + 1)
-        flat = new.reshape(number, -1)
-        eased = over[:, None, :] - lowered.reshape(number, -1, 1) * self.by_code[flat]
-        better = (before - np.maximum(eased, 0.0).sum(axis=2)).reshape(number, full, 1, heads + 1)
-        # From here on [problems, full ranks, spots, heads + 1].
-        at, slot, old, usable, there, worse = (
-            a.reshape(number, spots, full).transpose(0, 2, 1) for a in (at, slot, old, usable, there, worse)
-        )
-        added = there[:, :, :, None] + (lowered * self.counts[new])[:, :, None, :]
+        heads = np.concatenate([heads, blank], axis=2)
+        # From here on [problems, full ranks, spots, heads].
+        shape = (number, num_spots, full)
+        spots = spots.deal(shape)
+        there, worse = (array.reshape(shape).transpose(0, 2, 1) for array in (there, worse))
+        added = there[:, :, :, None] + (lowered * self.counts[heads])[:, :, None, :]
         gain = better - worse[:, :, :, None] - np.maximum(added, 0.0)
-        cells = new[:, :, None, :] * ranks + at[:, :, :, None]
+        # Both effects meet on the full rank itself: there their sum counts, not the sum of what each does alone.
+        excess = np.take_along_axis(over, top, axis=1)
+        alone = np.maximum(excess, 0.0)[:, :, None] - np.maximum(excess[:, :, None] - lowered, 0.0)
+        both = np.maximum(at_top, 0.0)[:, :, :, None] - np.maximum(at_top[:, :, :, None] - lowered[:, :, None, :], 0.0)
+        gain += both - alone[:, :, None, :]
+        cells = heads[:, :, None, :] * self.ranks + spots.rank[:, :, :, None]
         barred = self.present[cells] > 0
-        barred[:, :, :, -1] = old == blank  # nothing in place of nothing
-        barred |= ~usable[:, :, :, None]
+        barred[:, :, :, -1] = spots.code == blank  # nothing in place of nothing
+        barred |= ~spots.usable[:, :, :, None]
         worth = np.where(barred, -_TABOO, gain / (1.25 - self.home[cells])).reshape(number, full, -1)
         best = worth.argmax(axis=2)
         # A swap brings a full rank down to the level at best, for two moves.
-        excess = np.take_along_axis(over, top, axis=1)
-        good = (excess > 0) & (np.take_along_axis(worth, best[:, :, None], axis=2)[:, :, 0] > 0.45 * excess)
-        row, which = np.nonzero(good)
-        spot, head = np.divmod(best[row, which], heads + 1)
-        problem, rank, slot = problem[row], at[row, which, spot], slot[row, which, spot]
-        old, new = old[row, which, spot], new[row, which, head]
-        pick = _find_lone(old, new, self.empty[problem])
-        problem, rank, slot, old, new = (a[pick] for a in (problem, rank, slot, old, new))
+        least = np.where(excess > 0, _RELIEF_SHARE * excess, np.inf)
+        row, which = np.nonzero(np.take_along_axis(worth, best[:, :, None], axis=2)[:, :, 0] > least)
+        spot, head = np.divmod(best[row, which], num_heads + 1)
+        return self._exchange(
+            problem[row],
+            spots.rank[row, which, spot],
+            spots.slot[row, which, spot],
+            spots.code[row, which, spot],
+            heads[row, which, head],
+        )
+
+    def _find_spots(self, problem: Ints, number: int) -> _Spots:
+        """The lightest ranks' spots, `number` for each problem, lightest rank first.
+
+        The spot of a rank is an empty slot, which weighs nothing, else its lightest replica that has others.
+        """
+        each = np.arange(problem.size)[:, None]
+        row = problem[:, None] * self.ranks + np.arange(self.ranks)
+        fills = (self.room[row] > 0) | (self.shared.reshape(-1, self.ranks)[self.node[problem]] > 0)
+        fills &= self.vacant[row] > 0
+        spare = np.where(self.counts > 1, self.share, _TABOO)
+        weights = spare[self.held[problem]]
+        slot = weights.argmin(axis=2)
+        weight = np.where(fills, 0.0, weights[each, np.arange(self.ranks), slot])
+        rank = np.argsort(self.rank_load[problem] + weight, axis=1, kind="stable")[:, :number]
+        weight, fills, row = weight[each, rank], fills[each, rank], row[each, rank]
+        vacant = (self.rows[row] == self.empty[problem][:, None, None]).argmax(axis=2)
+        slot = np.where(fills, vacant, slot[each, rank])
+        usable = weight < _TABOO
+        return _Spots(rank, slot, self.rows[row, slot], np.where(usable, weight, 0.0), usable)
+
+    def _exchange(self, problem: Ints, rank: Ints, slot: Ints, old: Ints, new: Ints) -> Ints:
+        """Puts `new` where `old` is; both may be "empty". Returns the problems in which that was possible."""
         empty = self.empty[problem]
-        pick = np.flatnonzero(self._claim(problem, rank, (old == empty) & (new != empty)))
+        # Of exchanges that name the same expert only the first: two might give up its last two replicas.
+        names = np.stack([old, new], axis=1).ravel()
+        order = np.argsort(names, kind="stable")
+        repeated = np.zeros(names.size, dtype=np.bool_)
+        repeated[order[1:]] = names[order[1:]] == names[order[:-1]]
+        repeated &= names != np.repeat(empty, 2)
+        good = ~repeated.reshape(-1, 2).any(axis=1)
+        good &= self._claim(problem, rank, good & (old == empty) & (new != empty))
+        pick = np.flatnonzero(good)
         problem, rank, slot, old, new, empty = (a[pick] for a in (problem, rank, slot, old, new, empty))
-        row = problem * ranks + rank
+        row = problem * self.ranks + rank
         self.rows[row, slot] = new
         self._shift(problem, old, rank, -1)
         self._shift(problem, new, rank, 1)
         self.counts[old] -= old != empty
         self.counts[new] += new != empty
-        self.room[row] += (new == empty) & (old != empty)
+        freed = (new == empty).astype(np.int64) - (old == empty)
+        self.vacant[row] += freed
+        self.room[row] += freed > 0
         return problem
-
-
-def _find_lone(old: Ints, new: Ints, empty: Ints) -> Ints:
-    """Which exchanges name only experts that no exchange before them names; "empty" may be named often."""
-    names = np.stack([old, new], axis=1).ravel()
-    order = np.argsort(names, kind="stable")
-    repeated = np.zeros(names.size, dtype=np.bool_)
-    repeated[order[1:]] = names[order[1:]] == names[order[:-1]]
-    repeated &= names != np.repeat(empty, 2)
-    return np.flatnonzero(~repeated.reshape(-1, 2).any(axis=1))

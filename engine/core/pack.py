@@ -43,13 +43,33 @@ def choose_counts(loads: Floats, extra: int, most: int, *, pooled: bool) -> Ints
     # The threshold is near, not exact: a few are left for the largest loads per replica.
     left = extra - (counts.sum(axis=1) - loads.shape[1])
     for problem in np.flatnonzero(left > 0):
-        for _ in range(int(left[problem])):
-            share = np.where(counts[problem] < most, loads[problem] / counts[problem], -1.0)
-            expert = int(share.argmax())
-            if share[expert] <= 0:
-                break  # the rest have no load: a replica of them is a waste
-            counts[problem, expert] += 1
-    return counts.reshape(shape)
+        rest = int(left[problem])
+        while rest > 0:
+            share = np.where(counts[problem] < most, loads[problem] / counts[problem], 0.0)
+            # Not for experts without load: a replica of them is a waste.
+            chosen = np.argsort(-share, kind="stable")[: min(rest, int(np.count_nonzero(share)))]
+            if chosen.size == 0:
+                break
+            counts[problem, chosen] += 1
+            rest -= chosen.size
+    result: Ints = counts.reshape(shape)
+    return result
+
+
+def vary_counts(loads: Floats, extra: int, most: int, bits: int) -> Ints:
+    """int64[variants, problems, experts]: `choose_counts` first, then others to try where replicas are few and large.
+
+    Variant v leaves those of the heaviest experts unreplicated whose bit is set in v, and gives what that frees to the
+    rest. 2**bits variants, at most 64.
+    """
+    bits = min(bits, 6, loads.shape[1])
+    order = np.argsort(-loads, axis=1, kind="stable")[:, :bits]
+    variants = []
+    for code in range(2**bits):
+        rest = loads.copy()
+        np.put_along_axis(rest, order[:, [bit for bit in range(bits) if code >> bit & 1]], 0.0, axis=1)
+        variants.append(choose_counts(rest, extra, most, pooled=False))
+    return np.stack(variants)
 
 
 def pack(loads: Floats, counts: Ints, room: Ints, width: int) -> Ints:
@@ -78,12 +98,13 @@ def pack(loads: Floats, counts: Ints, room: Ints, width: int) -> Ints:
     repeated[1:] = ((items[:, 1:] == items[:, :-1]) & (items[:, 1:] < experts)).any(axis=0)
     full = (items < experts).all(axis=0)
     taken = np.zeros((problems, ranks), dtype=bool)
+    where = start
     for column in range(items.shape[1]):
         expert, weight = items[:, column], weights[:, column]
         if repeated[column]:
-            # Replicas of one expert are neighbours in the order: remember where the last ones went.
+            # Replicas of one expert are neighbours in the order: remember where the last one went.
             taken[expert != items[:, column - 1]] = False
-            taken.reshape(-1)[where] |= expert == items[:, column - 1]  # noqa: F821 - set in the column before
+            taken.reshape(-1)[where] |= expert == items[:, column - 1]
             where = start + np.where(taken, np.inf, key).argmin(axis=1)
             good = ~taken.reshape(-1)[where] & np.isfinite(key_flat[where]) & (expert < experts)
         else:

@@ -53,7 +53,7 @@ class Placement:
         if self.table.ndim != 2 or self.table.dtype != np.int32:
             raise ValueError(f"a placement's table is int32[ranks, slots], not {self.table.dtype}{self.table.shape}")
         num_keys = self.layers * self.experts
-        if self.table.size and not (EMPTY <= int(self.table.min()) and int(self.table.max()) < num_keys):
+        if self.table.size and not (int(self.table.min()) >= EMPTY and int(self.table.max()) < num_keys):
             rank, slot = np.argwhere((self.table < EMPTY) | (self.table >= num_keys))[0]
             value = int(self.table[rank, slot])
             raise ValueError(f"slot {slot} of rank {rank} holds {value}, limit is {num_keys} experts of all layers")
@@ -92,6 +92,12 @@ class Placement:
         shape = (self.layers, self.experts, self.ranks)
         return np.bincount(keys, minlength=self.layers * self.experts * self.ranks).reshape(shape)
 
+    def has_doubles(self) -> bool:
+        """True if a rank holds an expert twice, which wastes a slot."""
+        cells = self.table.astype(np.int64) + np.arange(self.ranks)[:, None] * self.layers * self.experts
+        cells = np.sort(cells[self.table != EMPTY])
+        return bool((cells[1:] == cells[:-1]).any())
+
     def count_empty(self) -> tuple[int, ...]:
         """Free slots of each rank."""
         return tuple(int(n) for n in (self.table == EMPTY).sum(axis=1))
@@ -108,7 +114,7 @@ class Placement:
         rank, slot = np.nonzero(self.table != EMPTY)
         keys = self.table[rank, slot].astype(np.int64)
         where = keys // self.experts * self.ranks + rank
-        sums = np.bincount(where, weights=share[keys], minlength=self.layers * self.ranks)
+        sums: Floats = np.bincount(where, weights=share[keys], minlength=self.layers * self.ranks).astype(np.float64)
         return sums.reshape(self.layers, self.ranks)
 
     def find_stranded(self, ranks: Collection[int]) -> tuple[tuple[int, int], ...]:

@@ -231,11 +231,6 @@ class PrefillSide:
         """Nothing here has a deadline of its own."""
 
     @property
-    def expects_writes(self) -> bool:
-        """Nobody writes to a prefill rank."""
-        return False
-
-    @property
     def is_drained(self) -> bool:
         """Nothing is left to do; grants whose prompts will not come, and burnt epochs, end with this process."""
         done = (PrefillPhase.GRANTED, PrefillPhase.BURNT)

@@ -12,6 +12,7 @@ from collections.abc import Container
 
 from engine.core.handoff import DecodePhase, PrefillPhase
 from transport.messages import (
+    TEXT_LIMIT,
     FailureCode,
     FinishReason,
     PagesGranted,
@@ -176,7 +177,8 @@ def judge_token(token: int, count: int, limit: int, sampling: Sampling, eos_ids:
 def build_failure(key: RequestKey, code: FailureCode, why: str) -> RequestFailed:
     """RequestFailed as a rank sends it: always definite, since it emits nothing of a request that it gave up."""
     retryable = code not in ("bad_request", "too_long", "cancelled")
-    return RequestFailed(*key, code=code, message=why, definite=True, retryable=retryable)
+    # A cause may quote another process; a message longer than its field would be refused, and cost the link.
+    return RequestFailed(*key, code=code, message=why[:TEXT_LIMIT], definite=True, retryable=retryable)
 
 
 def find_misfit(

@@ -31,8 +31,7 @@ class StepLimits:
         chunk_tokens: prompt ids; a whole number of pages.
         page_tokens: ids in a page.
         rows: decode rows.
-        prompts: prompts with a chunk in it. A device that computes chunks one after another gains nothing from more
-            than one, and the first prompt's token would wait for the last prompt.
+        prompts: prompts with a chunk in it, within `chunk_tokens` together.
     """
 
     chunk_tokens: int

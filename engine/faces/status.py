@@ -41,9 +41,9 @@ def render_status(report: StatusReport) -> RenderableType:
         f"  cancelled {report.cancelled}  failed {report.failed}",
     )  # fmt: skip
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
-    for name in ("rank", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "running", "waiting", "pages", "push", "lag p99", "step p50", "age"):
+    table.add_column("rank", no_wrap=True)
+    table.add_column("state", min_width=8, overflow="fold")  # the one that gives way on a narrow terminal: 80 columns are enough
+    for name in ("step", "run", "wait", "pages", "pushed", "lag p99", "step p50", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in report.ranks:
         table.add_row(*_rank_cells(rank))
@@ -60,19 +60,18 @@ def _rank_cells(rank: RankStatus) -> list[RenderableType]:
     age = describe_age(rank.age_ms / 1e3)
     snapshot = rank.snapshot
     if snapshot is None:
-        return [name, rank.role, state, *["-"] * 7, age]
+        return [name, state, *["-"] * 7, age]
     used = snapshot.pages_total - snapshot.pages_free
     return [
         name,
-        rank.role,
         state,
         str(snapshot.step),
         str(snapshot.running),
         str(snapshot.waiting),
         f"{used}/{snapshot.pages_total}",
         describe_bytes(snapshot.pushed_bytes),
-        f"{snapshot.loop_lag_us_p99 / 1e3:.1f} ms",
-        f"{snapshot.step_us_p50 / 1e3:.1f} ms",
+        f"{snapshot.loop_lag_us_p99 / 1e3:.1f}ms",
+        f"{snapshot.step_us_p50 / 1e3:.1f}ms",
         age,
     ]
 

@@ -57,7 +57,7 @@ class SimDevice:
         costs: virtual seconds of a plan.
         sleep_until: how to wait for an instant; the event clock's own is cheaper than trio's.
         group: device of a group that steps together; its members' steps end at the slowest's end.
-        reads_all: a row reads every page of its history, else the last one and one other, in turn.
+        reads_all: a row reads every page of its history in each step, else the last, and all when it begins a page.
         fail_at_step, hang_at_step: from that step on it fails; that step never ends.
     """
 
@@ -175,7 +175,7 @@ class SimDevice:
         if why is None and not self._why_dead:
             plan = ticket.plan
             chunks = tuple(self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True))
-            rows = tuple([self._run_row(row) for row in plan.rows])
+            rows = tuple([self._run_row(row) for row in plan.rows] if self._reads_all else self._run_rows(plan.rows))
             ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)))
             self.num_steps += 1
         else:
@@ -187,7 +187,7 @@ class SimDevice:
         """What a real device could not compute."""
         info = self.info
         spans = [(c.slab, c.pages, c.start + c.num_tokens) for c in plan.chunks]
-        spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows]
+        spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows if self._reads_all]
         for slab, pages, end in spans:
             if not 0 <= slab < info.num_slabs:
                 return f"slab {slab} of {info.num_slabs}"
@@ -231,15 +231,9 @@ class SimDevice:
             self._expect(where, "request and length in the slab", (request, length), (row.request, position))
             self._expect(where, "input id", row.token, last)
         index, offset = divmod(position, page_tokens)
-        if self._reads_all:
-            before = 0
-            for place in range(index + (offset > 0)):
-                before = self._read_page(row, place, min(page_tokens, position - place * page_tokens), before)
-            after = before
-        else:
-            if index:
-                self._read_page(row, position % index, page_tokens, None)
-            after = self._read_page(row, index, offset, None) if offset else chain
+        after = 0
+        for place in range(index + (offset > 0)):
+            after = self._read_page(row, place, min(page_tokens, position - place * page_tokens), after)
         if after != chain:
             where = f"row of request {row.request} at {position}"
             self._expect(where, "checksum of its pages against its slab's", after, chain)
@@ -253,9 +247,40 @@ class SimDevice:
         self._write_slab(row.slab, request, position + 1, sampled, grown)
         return sampled
 
-    def _read_page(self, row: DecodeRow, index: int, filled: int, before: int | None) -> int:
+    def _run_rows(self, rows: tuple[DecodeRow, ...]) -> list[int]:
+        """The same for many rows: what does not look right at a glance goes to `_run_row`, which says what it is."""
+        data, slabs_at, page_tokens = self._bytes, self._slabs_at, self.info.page_tokens
+        vocab_size, eos_share = self.info.vocab_size, self._eos_share
+        sampled = []
+        for row in rows:
+            position, token = row.position, row.token
+            at = slabs_at + row.slab * _SLAB.size
+            request, length, last, chain, _ = _SLAB.unpack_from(data, at)
+            index, offset = divmod(position, page_tokens)
+            page_at = row.pages[index] * _PAGE.size
+            tag = _PAGE.unpack_from(data, page_at)
+            if (
+                not offset
+                or tag[0] != row.request
+                or tag[1] != index
+                or tag[2] != offset
+                or tag[4] != chain
+                or request != row.request
+                or length != position
+                or (token is not None and token != last)
+            ):
+                sampled.append(self._run_row(row))
+                continue
+            grown = append_chain(chain, last)
+            _PAGE.pack_into(data, page_at, request, index, offset + 1, tag[3], grown)
+            drawn = draw(grown, row.sampling, vocab_size, eos_share)
+            _SLAB.pack_into(data, at, request, position + 1, drawn, grown, 0)
+            sampled.append(drawn)
+        return sampled
+
+    def _read_page(self, row: DecodeRow, index: int, filled: int, before: int) -> int:
         tag = _PAGE.unpack_from(self._bytes, row.pages[index] * _PAGE.size)
-        if tag[:3] != (row.request, index, filled) or (before is not None and tag[3] != before):
+        if tag[:4] != (row.request, index, filled, before):
             where = f"row of request {row.request} at {row.position}, page {row.pages[index]}"
             self._expect(where, "tag of its page", tag[:4], (row.request, index, filled, before))
         after: int = tag[4]

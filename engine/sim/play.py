@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import time
 from typing import Any
@@ -98,11 +99,13 @@ async def _play(scenario: Scenario, outcome: Outcome, hook: Any, clock: EventClo
     world = World(clock, scenario.shape, random.Random(rng.random()), outcome.trace)
     if hook is not None:
         hook(world)
-    asks = draw_asks(scenario.load, random.Random(rng.random()), scenario.shape.vocab_size)
+    load = scenario.load
+    all_asks = draw_asks(load, random.Random(rng.random()), scenario.shape.vocab_size)
+    streams = itertools.tee(all_asks, load.clients)
     faults = draw_faults(scenario.swarm, random.Random(rng.random()))
     requesters = [
-        Requester(world, number, [ask for ask in asks if ask.client == number], outcome.answers)
-        for number in range(scenario.load.clients)
+        Requester(world, number, (ask for ask in stream if ask.client == number), outcome.answers, load)
+        for number, stream in enumerate(streams)
     ]
     try:
         async with trio.open_nursery() as nursery:

@@ -31,11 +31,13 @@ def exit_code(outcome: Outcome) -> int:
 def describe_options(scenario: Scenario) -> list[str]:
     """What the run was drawn or told to be."""
     shape, load, swarm, limits = scenario.shape, scenario.load, scenario.swarm, scenario.shape.limits
-    group = ", one group" if shape.group_decode else ""
+    groups = shape.prefill_group, shape.decode_group
+    group = f", in groups of {groups[0]} and {groups[1]}" if max(groups) > 1 else ""
     lines = [
         f"{shape.prefill}P{shape.decode}D{group}; arenas of {shape.num_pages} pages of {shape.page_tokens} tokens and"
         f" {shape.num_slabs} slabs; steps of {limits.prefill_chunk_tokens} ids or {limits.decode_rows} rows",
-        f"{load.requests} requests of {load.clients} clients within {load.arrive_s:g} s; prompts of {load.prompt[0]}-"
+        f"{f'{load.inflight} in flight, at most ' if load.inflight else ''}{load.requests} requests of"
+        f" {load.clients} clients within {load.arrive_s:g} s; prompts of {load.prompt[0]}-"
         f"{load.prompt[1]}, outputs of {load.output[0]}-{load.output[1]} tokens; {load.cancel_share:.0%} cancelled",
         f"links {shape.link_latency_s * 1e6:g} us {shape.link_bytes_per_s / 1e9:g} GB/s, pushes"
         f" {shape.fabric_latency_s * 1e6:g} us {shape.fabric_bytes_per_s / 1e9:g} GB/s",

@@ -85,16 +85,18 @@ def draw_scenario(seed: int) -> Scenario:
         client_inflight=rng.choice((1, 4)) if is_tiny else 4096,
         link_out_bytes=(8 << 10) if is_tiny else (64 << 20),
     )
+    num_prefill, num_decode = rng.randint(1, 3), rng.randint(1, 3)
     shape = WorldShape(
-        prefill=rng.randint(1, 3),
-        decode=rng.randint(1, 3),
+        prefill=num_prefill,
+        decode=num_decode,
         page_tokens=page_tokens,
         num_pages=num_pages,
         num_slabs=rng.choice((1, 2, 8)),
         max_model_tokens=prompt_most + output_most,
         eos_share=rng.choice((0.0, 0.05)),
         limits=limits,
-        group_decode=rng.random() < 0.3,
+        prefill_group=num_prefill if rng.random() < 0.15 else 1,
+        decode_group=num_decode if rng.random() < 0.3 else 1,
         link_latency_s=rng.choice((0.0, 50e-6, 5e-3)),
         fabric_latency_s=rng.choice((0.0, 20e-6, 20e-3)),
         fabric_bytes_per_s=rng.choice((1e7, 50e9)),

@@ -61,12 +61,12 @@ class ExpectedText:
         assert self.reason is None
         sampling = self.sampling
         masked = sampling
-        if sampling.min_tokens and self.count >= sampling.min_tokens:
+        if sampling.min_tokens and self.count >= sampling.min_tokens:  # from here on ends are allowed
             masked = Sampling(temperature=sampling.temperature, seed=sampling.seed)
         token = draw(self.chain, masked, self.vocab_size, self.eos_share)
         self.chain = append_chain(self.chain, token)
         self.count += 1
-        is_end = token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos)
+        is_end = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_ids
         if is_end and self.count > sampling.min_tokens:
             self.reason = "stop"
         elif self.count >= sampling.max_tokens:

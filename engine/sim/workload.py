@@ -6,14 +6,16 @@ every token against `text` as it comes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
 import itertools
 import math
 import random
-from array import array
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import trio
 
 from engine.actors.client import HeadClient, Row, run_head_client
@@ -37,6 +39,8 @@ class Load:
         requests: how many, over all clients.
         clients: connections they are spread over.
         arrive_s: they come evenly at random within so long; 0 is all at once.
+        inflight: not 0: they do not come at random; so many are in flight at any time for `arrive_s`, a new one for
+            each that is answered, and `requests` is how many there may be at most.
         prompt, output: shortest and longest, in tokens, drawn evenly.
         cancel_share: of requests cancelled at a random time within `cancel_s` of their arrival.
         sample_share, end_share, minimum_share: of requests that sample with a seed, stop at ids, have a minimum.
@@ -45,6 +49,7 @@ class Load:
     requests: int = 20
     clients: int = 1
     arrive_s: float = 1.0
+    inflight: int = 0
     prompt: tuple[int, int] = (1, 100)
     output: tuple[int, int] = (1, 40)
     cancel_share: float = 0.0
@@ -66,24 +71,34 @@ class Ask:
     cancel_at: float
 
 
-def draw_asks(load: Load, rng: random.Random, vocab_size: int) -> list[Ask]:
-    """The requests of a run, in order of arrival."""
-    asks = []
-    times = sorted(rng.random() * load.arrive_s for _ in range(load.requests))
+def draw_asks(load: Load, rng: random.Random, vocab_size: int) -> Iterator[Ask]:
+    """The requests of a run, in order of arrival, each drawn when it is asked for."""
+    times: Iterable[float] = itertools.repeat(0.0, load.requests)
+    if not load.inflight:
+        times = sorted(rng.random() * load.arrive_s for _ in range(load.requests))
     for number, arrive_at in enumerate(times):
-        prompt = array("i", (rng.randrange(2, vocab_size) for _ in range(rng.randint(*load.prompt))))
-        most = rng.randint(*load.output)
-        sampling = Sampling(
-            temperature=0.7 if rng.random() < load.sample_share else 0.0,
-            seed=rng.randrange(1 << 30),
-            max_tokens=most,
-            min_tokens=rng.randint(0, most) if rng.random() < load.minimum_share else 0,
-            stop_ids=tuple(rng.randrange(2, vocab_size) for _ in range(8)) if rng.random() < load.end_share else (),
-        )
-        is_cancelled = rng.random() < load.cancel_share
-        cancel_at = arrive_at + rng.random() * load.cancel_s if is_cancelled else math.inf
-        asks.append(Ask(f"r{number}", number % load.clients, prompt.tobytes(), sampling, arrive_at, cancel_at))
-    return asks
+        yield _draw_ask(load, rng, vocab_size, number, arrive_at)
+
+
+def _draw_ask(load: Load, rng: random.Random, vocab_size: int, number: int, arrive_at: float) -> Ask:
+    words = np.frombuffer(rng.randbytes(4 * rng.randint(*load.prompt)), "<u4")
+    most = rng.randint(*load.output)
+    sampling = Sampling(
+        temperature=0.7 if rng.random() < load.sample_share else 0.0,
+        seed=rng.randrange(1 << 30),
+        max_tokens=most,
+        min_tokens=rng.randint(0, most) if rng.random() < load.minimum_share else 0,
+        stop_ids=tuple(rng.randrange(2, vocab_size) for _ in range(8)) if rng.random() < load.end_share else (),
+    )
+    is_cancelled = rng.random() < load.cancel_share
+    return Ask(
+        name=f"r{number}",
+        client=number % load.clients,
+        prompt=(2 + words % (vocab_size - 2)).astype("<i4").tobytes(),
+        sampling=sampling,
+        arrive_at=arrive_at,
+        cancel_at=arrive_at + rng.random() * load.cancel_s if is_cancelled else math.inf,
+    )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -93,8 +108,10 @@ class Try:
     ask: Ask
     row: Row
     text: ExpectedText
+    last_at: float
     retries: int = 0
     cancel_asked: bool = False
+    is_sending: bool = False
     outcome: str = ""
 
 
@@ -116,7 +133,7 @@ class Answers:
 class Requester:
     """One client: its requests, over one connection after another. See the module."""
 
-    def __init__(self, world: World, number: int, asks: list[Ask], answers: Answers) -> None:
+    def __init__(self, world: World, number: int, asks: Iterable[Ask], answers: Answers, load: Load) -> None:
         self.name = f"c{number}"
         self.is_gone = False
         self.speeds: tuple[WireSpeed, WireSpeed] | None = None
@@ -126,21 +143,32 @@ class Requester:
         self._serial = itertools.count()
         self._tries: dict[Row, Try] = {}
         self._due: list[tuple[float, int, Try]] = []
-        self._cancels: list[tuple[float, int, Try]] = []
         self._wake = trio.Event()
         self._client: HeadClient | None = None
         self._end: CableEnd | None = None
-        for ask in asks:
-            chain = extend_chain(0, ask.prompt)
-            text = ExpectedText(chain, ask.sampling, self._shape.vocab_size, self._shape.eos_share)
-            attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text)
-            self._tries[attempt.row] = attempt
-            self._due.append((ask.arrive_at, next(self._serial), attempt))
-            if ask.cancel_at < math.inf:
-                self._cancels.append((ask.cancel_at, next(self._serial), attempt))
-        heapq.heapify(self._due)
-        heapq.heapify(self._cancels)
-        self._num_open = len(asks)
+        self._num_open = 0
+        self._more = iter(asks)
+        self._more_until = load.arrive_s if load.inflight else math.inf
+        for ask in itertools.islice(self._more, load.inflight // load.clients if load.inflight else None):
+            self._take(ask)
+
+    def _take(self, ask: Ask) -> None:
+        text = ExpectedText(
+            extend_chain(0, ask.prompt), ask.sampling, self._shape.vocab_size, self._shape.eos_share
+        )
+        attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
+        self._tries[attempt.row] = attempt
+        self._num_open += 1
+        if ask.cancel_at < math.inf:
+            self._world.clock.at(ask.cancel_at, self._cancel, attempt)
+        self._again(attempt, ask.arrive_at)
+
+    def _take_next(self) -> None:
+        """In place of one that was answered."""
+        now = trio.current_time()
+        ask = next(self._more, None) if now < self._more_until and not self.is_gone else None
+        if ask is not None:
+            self._take(dataclasses.replace(ask, arrive_at=now))
 
     # ------------------------------------------------------------ what others do to it
 
@@ -152,7 +180,7 @@ class Requester:
     def leave(self) -> None:
         """It goes away for good, without a word."""
         self.is_gone = True
-        for attempt in self._tries.values():
+        for attempt in list(self._tries.values()):
             self._settle(attempt, "left")
         self.hang_up()
 
@@ -162,7 +190,6 @@ class Requester:
             f"{attempt.ask.name} (attempt {attempt.row.attempt}, {len(attempt.row.generated)} of at most"
             f" {attempt.ask.sampling.max_tokens} tokens)"
             for attempt in self._tries.values()
-            if not attempt.outcome
         ]
 
     # ------------------------------------------------------------ life
@@ -195,7 +222,6 @@ class Requester:
             self._client = client = await nursery.start(
                 functools.partial(run_head_client, stream, self, name=self.name)
             )
-            nursery.start_soon(self._run_cancels, client)
             await self._submit(client)
             client.close()
             nursery.cancel_scope.cancel()
@@ -213,32 +239,40 @@ class Requester:
             if attempt.outcome:
                 continue
             row = attempt.row
+            attempt.is_sending = True
             try:
                 await client.submit(row)
             except EngineError:
                 self._again(attempt, 0.0)
                 raise
+            finally:
+                attempt.is_sending = False
+            if attempt.cancel_asked:
+                self._cancel_at_head(client, attempt)
             self._answers.num_attempts += 1
             self._answers.most_attempts = max(self._answers.most_attempts, row.attempt)
 
-    async def _run_cancels(self, client: HeadClient) -> None:
-        while self._cancels:
-            await self._world.clock.sleep_until(self._cancels[0][0])
-            attempt = heapq.heappop(self._cancels)[2]
-            if attempt.outcome:
-                continue
-            attempt.cancel_asked = True
-            if client.holds(attempt.row):
-                client.cancel(attempt.row)
-            else:
-                self._settle(attempt, "cancelled")
+    def _cancel(self, attempt: Try) -> None:
+        if attempt.outcome:
+            return
+        attempt.cancel_asked = True
+        if attempt.is_sending:
+            return  # `_submit` cancels it once it is sent
+        if self._client is not None and self._client.holds(attempt.row):
+            self._cancel_at_head(self._client, attempt)
+        else:
+            self._settle(attempt, "cancelled")
+
+    def _cancel_at_head(self, client: HeadClient, attempt: Try) -> None:
+        with contextlib.suppress(PeerGone):  # then `_recover` sees to it
+            client.cancel(attempt.row)
 
     def _recover(self) -> None:
         """After a connection: what had no answer is asked again on the next one."""
         client, self._client = self._client, None
         for row in client.unfinished() if client is not None else ():
-            attempt = self._tries[row]
-            if attempt.outcome:
+            attempt = self._tries.get(row)
+            if attempt is None:
                 continue
             if attempt.cancel_asked:
                 self._settle(attempt, "cancelled")
@@ -255,6 +289,9 @@ class Requester:
         if not attempt.outcome:
             attempt.outcome = outcome
             self._num_open -= 1
+            del self._tries[attempt.row]
+            if outcome != "left":
+                self._take_next()
             self._answers.outcomes[outcome] = self._answers.outcomes.get(outcome, 0) + 1
             self._wake.set()
             self._world.trace.add(self._world.clock.now, "answer", f"{attempt.ask.name} {outcome}")
@@ -262,12 +299,12 @@ class Requester:
     # ------------------------------------------------------------ RequestSink
 
     def tokens_came(self, row: Row, count: int) -> None:
-        attempt = self._tries[row]
-        if attempt.outcome and attempt.outcome != "left":
-            raise Violation("answers", f"{attempt.ask.name}: tokens after its answer ({attempt.outcome})")
+        attempt = self._find(row)
+        if attempt is None:
+            return
         answers, text = self._answers, attempt.text
         now, have = row.last_token_at, len(row.generated)
-        for token in row.generated[have - count :]:
+        for token in row.generated[have - count :] if count > 1 else row.generated[-1:]:
             if text.reason is not None:
                 raise Violation("stream", f"{attempt.ask.name}: token {text.count} after its end ({text.reason})")
             at = text.count
@@ -277,34 +314,34 @@ class Requester:
         if have == count:
             answers.first_token_s.add(now - attempt.ask.arrive_at)
         else:
-            answers.between_tokens_s.add(max(now - self._last_at.get(row, now), 1e-9) / count)
-        self._last_at[row] = now
+            answers.between_tokens_s.add((now - attempt.last_at) / count)
+        attempt.last_at = now
         answers.num_tokens += count
 
-    @functools.cached_property
-    def _last_at(self) -> dict[Row, float]:
-        return {}
+    def _find(self, row: Row) -> Try | None:
+        """Whose news it is; None for a client that left. An answered request can have none."""
+        attempt = self._tries.get(row)
+        if attempt is None and not self.is_gone:
+            raise Violation("answers", f"{row.label}: news after its answer")
+        return attempt
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:
-        attempt = self._tries[row]
-        if attempt.outcome and attempt.outcome != "left":
-            raise Violation("answers", f"{attempt.ask.name}: finished after its answer ({attempt.outcome})")
+        attempt = self._find(row)
+        if attempt is None:
+            return
         if attempt.text.reason != fact.reason:
             raise Violation(
                 "stream", f"{attempt.ask.name}: ends with {fact.reason}, wanted {attempt.text.reason or 'more tokens'}"
             )
         if fact.handoff_us:
             self._answers.handoff_s.add(fact.handoff_us / 1e6)
-        self._last_at.pop(row, None)
         self._settle(attempt, "finished")
 
     def row_failed(self, row: Row, fact: RequestFailed) -> None:
-        attempt, failures = self._tries[row], self._answers.failures
+        attempt, failures = self._find(row), self._answers.failures
         failures[fact.code] = failures.get(fact.code, 0) + 1
-        if attempt.outcome == "left":
+        if attempt is None:
             return
-        if attempt.outcome:
-            raise Violation("answers", f"{attempt.ask.name}: failed ({fact.code}) after its answer")
         if not fact.definite:
             raise Violation("answers", f"{attempt.ask.name}: an indefinite failure: {fact.message}")
         if attempt.cancel_asked:

@@ -44,7 +44,7 @@ class WorldShape:
     """What the cluster is made of.
 
     Attributes:
-        group_decode: all decode ranks step together, as one group of an expert exchange would.
+        prefill_group, decode_group: so many ranks step together, as those of an expert exchange do.
         prefill_costs, decode_costs: virtual seconds of a step.
         link_latency_s, link_bytes_per_s: of control streams.
         fabric_latency_s, fabric_bytes_per_s: of pushes; bytes are those of real pages, see `page_bytes`.
@@ -62,7 +62,8 @@ class WorldShape:
     max_model_tokens: int = 4096
     eos_share: float = 0.0
     limits: Limits = dataclasses.field(default_factory=lambda: Limits(prefill_chunk_tokens=32, decode_rows=4))
-    group_decode: bool = False
+    prefill_group: int = 1
+    decode_group: int = 1
     prefill_costs: Costs = dataclasses.field(default_factory=FlatCosts)
     decode_costs: Costs = dataclasses.field(default_factory=FlatCosts)
     link_latency_s: float = 50e-6
@@ -161,6 +162,7 @@ class SimProcess:
     def _confirm(self) -> None:
         self._world.auditor.died(self.life)
         self._world._steps += self.device.num_steps if self.device is not None else 0
+        self._world.forget_pairs(self.life)
         self._world.processes.pop(self.life.rank, None)
         self._dead.set()
 
@@ -268,7 +270,7 @@ class World:
         self._requests = CableListener()
         self._send_signal, self._signals = trio.open_memory_channel[int](16)
         self._nursery: trio.Nursery | None = None
-        self._group = StepGroup(clock.at) if shape.group_decode else None
+        self._groups: dict[tuple[str, int], StepGroup] = {}
 
     # ------------------------------------------------------------ the head
 
@@ -364,13 +366,12 @@ class World:
 
     def watch_pair(self, prefill: Life, decode: Life, end: CableEnd) -> None:
         """The auditor reads along."""
-        for name in [name for name, (one, _, _) in self._pairs.items() if one.name not in self._alive()]:
-            del self._pairs[name]
         self._pairs[end.out.name] = (prefill, decode, FrameReader(DECODE_FROM_PREFILL))
         self._pairs[end.into.name] = (decode, prefill, FrameReader(PREFILL_FROM_DECODE))
 
-    def _alive(self) -> set[str]:
-        return {process.life.name for process in self.processes.values()}
+    def forget_pairs(self, life: Life) -> None:
+        for name in [name for name, pair in self._pairs.items() if life in pair[:2]]:
+            del self._pairs[name]
 
     def _tap(self, name: str, data: bytes) -> None:
         pair = self._pairs.get(name)
@@ -390,6 +391,16 @@ class World:
         self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))
         self.auditor.landing(self._names[writer.split("#")[0]], self._names[target.split("#")[0]], list(blocks))
 
+    def _find_group(self, life: Life) -> StepGroup | None:
+        shape = self.shape
+        first, size = (shape.prefill, shape.decode_group) if life.role == "decode" else (0, shape.prefill_group)
+        if size == 1:
+            return None
+        key = (life.role, (life.rank - first) // size)
+        if key not in self._groups:
+            self._groups[key] = StepGroup(self.clock.at)
+        return self._groups[key]
+
     def make_device(self, life: Life) -> SimDevice:
         shape = self.shape
         return SimDevice(
@@ -401,7 +412,7 @@ class World:
             eos_share=shape.eos_share,
             costs=shape.decode_costs if life.role == "decode" else shape.prefill_costs,
             sleep_until=self.clock.sleep_until,
-            group=self._group if life.role == "decode" else None,
+            group=self._find_group(life),
             reads_all=shape.is_thorough,
             name=life.name,
         )

@@ -56,7 +56,17 @@ async def test_snapshots_come_at_their_pace_and_stop_while_nobody_reads(autojump
     meters.step, meters.last_step_us = 17, int((trio.current_time() - 0.5) * 1e6)
 
     async def report() -> None:
-        await run_report(head, inbox, lambda: GAUGES, meters, rank=3, generation=2, snapshot_s=0.25, step_s=4.0)
+        await run_report(
+            head,
+            inbox,
+            lambda: GAUGES,
+            meters,
+            rank=3,
+            generation=2,
+            snapshot_s=0.25,
+            step_s=4.0,
+            read_rss_bytes=lambda: 1 << 20,
+        )
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(report)

@@ -219,6 +219,26 @@ async def test_a_finish_overtakes_the_cancellation_with_all_its_tokens(nursery):
     await rig.router.wait_idle()
 
 
+async def test_a_cancellation_is_not_left_waiting_for_a_prefill_rank_that_died_after_its_part(nursery):
+    rig = Rig(nursery)
+    client, end, _, _, _, (number,) = await placed(rig)
+    rig.from_client(client, CancelRequest(1))
+    rig.emit(1, [(number, 1, 0, [1])])
+    rig.router.rank_lost(0, "killed by SIGKILL")
+    rig.from_rank(1, RequestAborted(number, 1))
+    *_, failed = await end.take()
+    assert isinstance(failed, RequestFailed) and failed.code == "cancelled"
+    with trio.fail_after(1):
+        await rig.router.wait_idle()
+
+
+async def test_a_finish_without_a_start_is_a_protocol_error(nursery):
+    rig = Rig(nursery)
+    *_, (number,) = await placed(rig)
+    with pytest.raises(RemoteProtocolError, match="without a start"):
+        rig.from_rank(1, RequestFinished(number, 1, "length", 4, 1))
+
+
 async def test_a_rank_that_never_answers_an_abort_keeps_nobody_waiting_but_stays_charged(nursery, autojump_clock):
     rig = Rig(nursery, rank_waiting=1)
     client, end, _, _, _, (number,) = await placed(rig)

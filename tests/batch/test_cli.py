@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import trio
 from click.testing import CliRunner
 
 from engine.batch_cli import batch, resume_command
+from tests.actors.head_process import head_process, talking_client
 from tests.batch.fake_head import FakeHead
 from tests.batch.process import ENVIRONMENT, ROOT, batch_process, said
 from tests.batch.rig import write_lines
+
+EXAMPLES = ROOT / "examples" / "prompts.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,8 @@ from tests.batch.rig import write_lines
         (["--set", "limits.decode_row=4"], "limits.decode_rows"),
         (["--resume", "--connect", "/nobody"], "--resume needs an output file"),
         (["--connect", "/nobody", "-i", "/nobody.jsonl"], "/nobody.jsonl: can not be read"),
+        (["-i", str(EXAMPLES), "-o", str(EXAMPLES)], "prompts.jsonl: is the input too"),
+        (["-i", str(EXAMPLES), "-o", "-", "--errors", str(EXAMPLES)], "prompts.jsonl: is the input too"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(arguments: list[str], words: str) -> None:
@@ -44,6 +50,32 @@ def test_what_can_not_be_meant_is_refused(arguments: list[str], words: str) -> N
     assert result.returncode == 2, result.stderr.decode()
     assert words in result.stderr.decode()
     assert result.stdout == b""
+
+
+def test_a_daemon_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+    place, output = tmp_path / "place", tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "engine", "batch", "--connect", str(place), "-i", str(EXAMPLES), "-o", str(output)]
+    result = subprocess.run(command, capture_output=True, env=ENVIRONMENT, cwd=ROOT, timeout=60, check=False)
+    assert result.returncode == 4
+    first, second, third = result.stderr.decode().splitlines()
+    assert first == f"engine batch: no engine answers ({place}/requests.sock: No such file or directory)"
+    assert second == f"start one with: engine up --detach --wait ready --dir {place}" and "leave --connect out" in third
+    assert not output.exists(), "a run that never began leaves no file behind"
+
+
+async def test_an_engine_that_wants_no_more_clients_is_busy_and_not_absent(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with head_process(tmp_path, clients=1) as head:
+        await head.wait_ready()
+        async with talking_client(head):
+            command = [sys.executable, "-m", "engine", "batch", "-i", str(EXAMPLES), "-o", str(output)]
+            command += ["--connect", head.directory.path]
+            result = await trio.run_process(command, capture_stderr=True, env=ENVIRONMENT, cwd=ROOT, check=False)
+    assert result.returncode == 5
+    assert result.stderr.decode() == (
+        "engine batch: the head refused this client: the head has 1 connections (limits.clients)\n"
+    )
+    assert not output.exists()
 
 
 def test_help_names_every_option_of_the_surface() -> None:

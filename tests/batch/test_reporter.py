@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
+import struct
+import termios
 
 from engine.batch.reporter import Reporter
 
@@ -21,8 +25,23 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     reporter.status("2/2", {})
     reporter.note("a word")
     reporter.status("again", {}, asked=True)
-    assert out.getvalue() == "\r\x1b[K1/2\r\x1b[K2/2\r\x1b[Ka word\nagain\n"
+    assert out.getvalue() == "\r\x1b[K1/2\r\x1b[K2/2\r\x1b[Ka word\n\r\x1b[Kagain\n"
     assert reporter.every_s < 1
+
+
+def test_a_status_line_never_wraps() -> None:
+    """It is cut to the terminal's width, wide characters counted as the two columns that they take."""
+    main, terminal = pty.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+            reporter = Reporter("auto", stream)
+            reporter.status("x" * 100, {})
+            reporter.status("老" * 100, {})
+        said = os.read(main, 4096).decode()
+    finally:
+        os.close(main)
+    assert said == "\r\x1b[K" + "x" * 39 + "\r\x1b[K" + "老" * 19
 
 
 def test_elsewhere_lines_come_now_and_then() -> None:

@@ -128,9 +128,6 @@ class Peer:
         report = await self.fabric.wait(self.fabric.push(self.targets[target], local, remote))
         return report.num_bytes
 
-    async def expect(self, writes: bool) -> None:
-        self.fabric.expect(writes)
-
     async def forget(self, target: int) -> None:
         await self.fabric.forget(self.targets[target])
 

@@ -172,17 +172,6 @@ async def test_bytes_arrive_where_they_were_sent_and_nowhere_else(pair: Pair) ->
     await check_arrived(pair, [3, 4], [5, 6])
 
 
-async def test_what_comes_unexpected_arrives_all_the_same(pair: Pair) -> None:
-    """The first transfer of a pair, which has to be answered by the peer, and one more."""
-    await pair.peer.do("expect", False)
-    try:
-        await push(pair, [3], [5])
-        await push(pair, [4], [6])
-        await check_arrived(pair, [3, 4], [5, 6])
-    finally:
-        await pair.peer.do("expect", True)
-
-
 async def test_the_source_is_only_read(pair: Pair) -> None:
     before = pair.arena.memory.copy()
     await push(pair, list(range(10)), list(range(10)))

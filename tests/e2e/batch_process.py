@@ -25,7 +25,36 @@ NOTICE_S = 1.0
 """From a death to the moment at which those who depend on it know, as the log tells it."""
 POLL_S = 0.005
 
-_SMALL = ("log.format=json", "num_pages=256", "num_slabs=40", "max_model_tokens=1024")
+CONTEXT = 1024
+"""max_model_tokens of these engines."""
+
+_SMALL = ("log.format=json", "num_pages=256", "num_slabs=40", f"max_model_tokens={CONTEXT}")
+
+
+class Growing:
+    """A file that another process appends to; read once, however often somebody looks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._num_lines = 0
+
+    def new_lines(self) -> list[bytes]:
+        """Whole lines since the last look."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        lines = data.splitlines()
+        self._num_lines += len(lines)
+        return lines
+
+    def count_lines(self) -> int:
+        self.new_lines()
+        return self._num_lines
 
 
 class BatchRun:
@@ -34,32 +63,31 @@ class BatchRun:
     def __init__(self, process: trio.Process, mark: str, stderr: Path, output: Path) -> None:
         self.process = process
         self.mark = mark
-        self.stderr = stderr
-        self.output = output
+        self._stderr = Growing(stderr)
+        self._output = Growing(output)
+        self._errors = Growing(output.with_name(f"{output.stem}.errors.jsonl"))
+        self._events: list[dict[str, Any]] = []
 
     def said(self) -> str:
         """All that was said on stderr so far."""
-        return self.stderr.read_text()
+        return self._stderr.path.read_text()
 
     def events(self, name: str, **fields: Any) -> list[dict[str, Any]]:
         """The log's events of that name whose fields have these values; `at` is their time as seconds."""
-        found = []
-        for line in self.said().splitlines():
-            if not line.startswith("{") or not line.endswith("}"):
-                continue
-            event = json.loads(line)
-            if event.get("event") == name and all(event.get(key) == value for key, value in fields.items()):
-                event["at"] = datetime.datetime.fromisoformat(event["ts"]).timestamp()
-                found.append(event)
-        return found
+        for line in self._stderr.new_lines():
+            if line.startswith(b"{"):
+                event = json.loads(line)
+                self._events.append({**event, "at": datetime.datetime.fromisoformat(event["ts"]).timestamp()})
+        wanted = {"event": name, **fields}
+        return [event for event in self._events if wanted.items() <= event.items()]
 
     def num_answers(self) -> int:
         """Records in the output so far."""
-        return _count_lines(self.output)
+        return self._output.count_lines()
 
     def num_errors(self) -> int:
         """Records in the errors file so far."""
-        return _count_lines(self.output.with_name(f"{self.output.stem}.errors.jsonl"))
+        return self._errors.count_lines()
 
     async def wait_until(self, happened: Callable[[], Any], what: str, within_s: float = 90.0) -> None:
         """Polls for something that other processes do."""
@@ -120,10 +148,6 @@ async def batch_run(source: Path, output: Path, *arguments: str) -> AsyncIterato
         with trio.CancelScope(shield=True):
             await process.wait()
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def processes_of(mark: str) -> dict[int, str]:

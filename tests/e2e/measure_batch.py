@@ -8,7 +8,6 @@ are those of the test of 2,000 lines (tests/e2e/test_batch_whole.py).
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
 import json
 import os
@@ -23,71 +22,12 @@ from typing import Any
 import trio
 
 from tests.batch.hostile import HostileLine, make_lines
-from tests.batch.rig import read_records, write_lines
-from tests.e2e.batch_process import ROOT, BatchRun, batch_run
+from tests.batch.rig import write_lines
+from tests.e2e.batch_process import CONTEXT, ROOT, batch_run
+from tests.e2e.batch_samples import Samples
+from tests.e2e.test_batch_whole import MAX_TOKENS, compare_fates
 
 SAMPLE_S = 1.0
-MAX_TOKENS = 4
-CONTEXT = 1024
-SLOPE_FROM = 0.2
-"""The slope is fitted from this share of the lines on: before, buffers grow to their working size."""
-
-
-class Samples:
-    """Resident memory and processor time of a run's processes, once a second."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, list[tuple[float, int, float, float]]] = collections.defaultdict(list)
-
-    def take(self, run: BatchRun, at: float) -> None:
-        pids = {"batch": run.process.pid}
-        for event, name in (("head.start", "head"), ("rank.start", "rank")):
-            for found in run.events(event):
-                pids[name if name == "head" else f"{found['role']}{found['rank']}"] = found["pid"]
-        done = run.num_answers() + run.num_errors()
-        for name, pid in pids.items():
-            try:
-                status = Path(f"/proc/{pid}/status").read_text()
-                stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            rss = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")), 0)
-            cpu_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-            self.rows[name].append((at, done, rss / 1024, cpu_s))
-
-    def figures(self, num_lines: int) -> dict[str, Any]:
-        found = {}
-        for name, rows in self.rows.items():
-            steady = [row for row in rows if SLOPE_FROM * num_lines <= row[1] < num_lines]
-            found[name] = {
-                "rss_mib_at_20_percent": round(steady[0][2], 2),
-                "rss_mib_at_end": round(steady[-1][2], 2),
-                "rss_mib_max": round(max(row[2] for row in rows), 2),
-                "rss_mib_per_1000_lines": round(1000 * slope([row[1] for row in steady], [row[2] for row in steady]), 4),
-                "cpu_s": round(rows[-1][3], 2),
-            }
-        return found
-
-
-def slope(x: list[int], y: list[float]) -> float:
-    """Least squares."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((value - mean_x) ** 2 for value in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
-
-
-def compare_fates(lines: list[HostileLine], output: Path) -> dict[str, int]:
-    """Counts by fate; raises unless every line has the one record that it must have, bad ones with reason and place."""
-    answers = read_records(output)
-    errors = read_records(output.with_name(f"{output.stem}.errors.jsonl"))
-    got = [(record["custom_id"], record["engine"]["line"], "answer") for record in answers]
-    got += [(record["custom_id"], record["line"], record["error"]["type"]) for record in errors]
-    wanted = [(line.custom_id, place, line.fate) for place, line in enumerate(lines, 1) if line.fate != "blank"]
-    assert sorted(got) == sorted(wanted), set(got) ^ set(wanted)
-    assert all(record["error"]["message"] and record["engine"]["line"] == record["line"] for record in errors)
-    assert all(record["engine"]["pushed_bytes"] > 0 for record in answers)
-    fates = collections.Counter(line.fate for line in lines)
-    return dict(sorted(fates.items()))
 
 
 async def measure(lines: list[HostileLine], directory: Path, arguments: list[str]) -> dict[str, Any]:
@@ -97,7 +37,7 @@ async def measure(lines: list[HostileLine], directory: Path, arguments: list[str
     began = time.monotonic()
     async with batch_run(source, output, *arguments, "--summary", str(summary)) as run:
         while run.process.poll() is None:
-            samples.take(run, round(time.monotonic() - began, 2))
+            samples.take(run)
             await trio.sleep(SAMPLE_S)
         wall_s = time.monotonic() - began
         assert run.process.returncode == 1, run.said()[-4000:]
@@ -110,7 +50,7 @@ async def measure(lines: list[HostileLine], directory: Path, arguments: list[str
         "lines_per_s": round(len(lines) / said["wall_s"], 1),
         "tokens": said["tokens"],
         "processes": samples.figures(len(lines)),
-        "samples": {name: [row[:3] for row in rows[::10]] for name, rows in samples.rows.items()},
+        "samples": samples.thin(10),
     }
 
 

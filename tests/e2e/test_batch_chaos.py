@@ -66,7 +66,8 @@ def read_answers(output: Path) -> dict[str, tuple[str, str]]:
         assert engine["pushed_bytes"] > 0 and engine["pushes"] > 0 and engine["prompt_tokens"] > 0
         assert engine["completion_tokens"] > 0 and engine["cached_tokens"] == 0
         assert min(engine[name] for name in ("queue_ms", "prefill_ms", "push_ms", "ttft_ms", "total_ms")) > 0
-        assert choice["finish_reason"] == "stop" or engine["handoff_ms"] > 0
+        if choice["finish_reason"] == "length":
+            assert engine["handoff_ms"] >= 0  # 0 where the last attempt had only its first token left to produce
     assert len(found) == len(records), "a line was answered twice"
     return found
 
@@ -111,7 +112,8 @@ async def pause(rng: random.Random) -> None:
 async def test_a_killed_rank_changes_no_answer(rank: int, seed: int, case: Case, tmp_path: Path) -> None:
     rng = random.Random(f"{seed} {rank}")
     output = tmp_path / "out.jsonl"
-    async with batch_run(case.source, output) as run:
+    # Few at once, so that there are always prompts left which need the prefill rank.
+    async with batch_run(case.source, output, "--inflight", "8") as run:
         await run.wait_answers(draw_moment(rng))
         await pause(rng)
         victim, killed_at = run.rank_pid(rank), time.time()
@@ -120,7 +122,8 @@ async def test_a_killed_rank_changes_no_answer(rank: int, seed: int, case: Case,
     [down] = run.events("rank.down", pid=victim)
     assert "SIGKILL" in down["msg"] and 0 <= down["at"] - killed_at < NOTICE_S
     assert len(run.events("rank.ready", rank=rank)) == 2, "it came back"
-    assert max(record["engine"]["attempts"] for record in read_records(output)) > 1
+    attempts = max(record["engine"]["attempts"] for record in read_records(output))
+    assert attempts > 1 or rank == 0, "what was being decoded had to begin again"
     check_whole(case, output)
 
 

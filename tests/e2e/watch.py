@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import trio
@@ -90,9 +91,9 @@ class SpoilingFabric:
     def __init__(self, inner: Fabric, spoil: Callable[[Sequence[int]], None]) -> None:
         self._inner, self._spoil = inner, spoil
         self._written: dict[Transfer, Sequence[int]] = {}
-        self.engine = inner.engine
-        self.register, self.describe, self.connect = inner.register, inner.describe, inner.connect
-        self.expect, self.forget, self.sever, self.aclose = inner.expect, inner.forget, inner.sever, inner.aclose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Transfer:
         transfer = self._inner.push(target, local_blocks, remote_blocks)

@@ -36,6 +36,8 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["config", "check", "--model", "tests/oracle/v41-tiny"], 0),
         (["status", "--dir", "/nowhere/at/all"], 4),
         (["up", "--help"], 0),
+        (["bench", "serve", "--help"], 0),
+        (["bench", "forward", "--help"], 0),
         (["down", "--dir", "/nowhere/at/all"], 4),
         (["up", "--device", "cuda"], 2),
     ],

@@ -13,6 +13,7 @@ import trio
 from transport import nixl_load
 from transport.errors import FabricError
 from transport.fabric import BlockRun
+from transport.nixl_door import Door
 from transport.nixl_fabric import is_available, nixl_status, open_nixl_fabric
 
 needs_nixl = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
@@ -70,6 +71,44 @@ async def test_an_idle_fabric_that_only_pushes_takes_no_cpu() -> None:
         before = time.process_time()
         await trio.sleep(0.3)
         assert time.process_time() - before < 0.015
+
+
+@needs_nixl
+async def test_a_fabric_that_receives_is_idle_until_a_peer_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP the target has to be polled. With the bell that is at once, without it when its rest is over."""
+    async with open_nixl_fabric("a", tls="tcp") as a, open_nixl_fabric("b", tls="tcp") as b:
+        memory = np.zeros(8192, np.uint8)
+        for fabric, first in ((a, 0), (b, 4096)):
+            await fabric.register([BlockRun(memory.ctypes.data + first, 64, 64)])
+        target = await a.connect(b.describe())
+        memory[:4096] = 7
+        with trio.fail_after(20):
+            await a.wait(a.push(target, [1], [2]))
+            before = time.process_time()
+            await trio.sleep(0.3)
+            assert time.process_time() - before < 0.03
+            monkeypatch.setattr(Door, "ring", lambda door, name: None)
+            await a.wait(a.push(target, [1], [3]))
+        assert (memory[4096:].reshape(64, 64)[[2, 3]] == 7).all()
+        assert not memory[4096:].reshape(64, 64)[[0, 1, *range(4, 64)]].any()
+
+
+async def test_a_ring_is_heard_once_and_never_fails() -> None:
+    ours, theirs = Door("test-door-ours"), Door("test-door-theirs")
+    try:
+        assert not theirs.answer()
+        for _ in range(5000):  # far more than a socket holds
+            ours.ring("test-door-theirs")
+        ours.ring("test-door-nobody")
+        while theirs.answer():
+            pass
+        assert not theirs.answer()
+        with pytest.raises(OSError):
+            Door("test-door-ours")
+    finally:
+        ours.close()
+        theirs.close()
+    Door("test-door-ours").close()
 
 
 @needs_nixl

@@ -1,0 +1,38 @@
+"""The status table: all that it says fits a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from engine.faces.status import render_status
+from transport.messages import PROTOCOL_VERSION, RankSnapshot, RankStatus, StatusReport
+
+
+def make_rank(rank: int, role: str, state: str, phase: str = "", restarts: int = 0) -> RankStatus:
+    fields = dict.fromkeys(RankSnapshot.__struct_fields__, 0) | {
+        "rank": rank, "step": 123_456, "running": 256, "waiting": 4096, "pages_total": 4096, "pages_free": 3000,
+        "pushed_bytes": 900 << 20, "loop_lag_us_p99": 97_500, "step_us_p50": 117_900,
+    }  # fmt: skip
+    snapshot = RankSnapshot(**fields) if state == "ready" else None
+    return RankStatus(rank, role, 1 + restarts, 4242, state, phase, 300, restarts, snapshot)  # type: ignore[arg-type]
+
+
+def test_eighty_columns_are_enough() -> None:
+    ranks = (
+        make_rank(0, "prefill", "ready"),
+        make_rank(12, "decode", "ready"),
+        make_rank(13, "decode", "starting", "weights 1234/2345MiB", 2),
+    )
+    report = StatusReport(
+        version=PROTOCOL_VERSION, cluster="engine", model="nano", head_pid=4240, uptime_ms=61_000, ready=True,
+        reasons=(), waiting=7, running=512, finished=20_000, failed=3, ranks=ranks, cancelled=11,
+    )  # fmt: skip
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render_status(report))
+    lines = capture.get().splitlines()
+    assert "…" not in capture.get() and max(map(len, lines)) <= 80
+    assert "waiting 7  running 512  finished 20000  cancelled 11  failed 3" in lines
+    [p0] = [line.split() for line in lines if line.startswith("p0")]
+    assert p0 == ["p0", "ready", "123456", "256", "4096", "1096/4096", "900.0MiB", "97.5ms", "117.9ms", "0.3s"]
+    assert any(line.startswith("d13") for line in lines)
