@@ -16,7 +16,7 @@ from engine.errors import ConfigError, EngineError
 from engine.keys import parse_duration
 
 if TYPE_CHECKING:
-    from engine.batch.runner import EngineSource
+    from engine.batch.source import EngineSource
     from engine.config import ClusterConfig
     from engine.faces.text import TextCodec
     from transport.messages import HeadHello
@@ -135,7 +135,7 @@ def batch(ctx: click.Context, /, **given: Any) -> None:
     import trio
 
     from engine.batch.options import BatchOptions, ErrorBudget, parse_default, parse_error_budget
-    from engine.batch.runner import run_batch
+    from engine.batch.start import run_batch
 
     shared = given["connect"] is not None
     try:
@@ -199,7 +199,7 @@ def _is_from_command_line(ctx: click.Context, *names: str) -> bool:
 
 
 def _shared_engine(connect: str) -> EngineSource:
-    from engine.batch.runner import EngineSource
+    from engine.batch.source import EngineSource
     from engine.cluster import default_requests_path
 
     if connect == DEFAULT_DAEMON:
@@ -219,7 +219,7 @@ def _shared_engine(connect: str) -> EngineSource:
 
 
 def _own_engine(given: dict[str, Any]) -> EngineSource:
-    from engine.batch.runner import EngineSource
+    from engine.batch.source import EngineSource
     from engine.settings import resolve_config
 
     resolved = resolve_config(

@@ -211,6 +211,10 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
     async with trio.open_nursery() as nursery:
 
         async def open_device(report: Callable[[str, int, int, str], None]) -> Device:
+            if config.device == "sim":
+                from engine.sim.device import open_sim_device
+
+                return cast(Device, open_sim_device(config, report))
             from engine.model.device import open_torch_device
 
             # Its tickets are its own; whoever holds one got it from this device.

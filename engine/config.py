@@ -124,7 +124,7 @@ class ClusterConfig:
     model: str
     prefill: PoolConfig
     decode: PoolConfig
-    device: Literal["cpu"]
+    device: Literal["cpu", "sim"]
     fabric: Literal["auto", "nixl", "tcp"]
     page_tokens: int
     max_model_tokens: int

@@ -75,7 +75,7 @@ KEYS: tuple[Key, ...] = (
         "device",
         "choice",
         "cpu",
-        "Kind of device of a rank; this version takes cpu only.",
+        "Kind of device of a rank: cpu, or sim, which computes nothing and takes its time; cuda is not there yet.",
         choices=("cpu", "cuda", "sim"),
     ),
     Key(

@@ -178,8 +178,8 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
             values[name], origins[name] = value, f"default ({why})"
 
     pools = _derive_pools(values, problem)
-    if values["device"] != "cpu":
-        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu' only")
+    if values["device"] not in ("cpu", "sim"):
+        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu', or on 'sim' in pretence")
     derive("admin.dir", default_runtime_directory(environ), "this user's runtime directory")
     if len(os.fsencode(values["admin.dir"])) + len(LONGEST_SOCKET) > SOCKET_PATH_BYTES:
         problem("admin.dir", f"too long: a socket's path may have {SOCKET_PATH_BYTES} bytes, {values['admin.dir']!r}")

@@ -1,4 +1,4 @@
-"""run_batch: one batch, from opening its files to its exit code.
+"""Batch: one run, from its first line to its exit code, with its files open.
 
 Tasks: one reads and prepares lines, one keeps the connection to the head, one submits, one writes, one looks at the
 clock, one listens for signals. What they share is `Flight` (the jobs), `RecordWriter` (the records) and `Meter` (the
@@ -8,34 +8,28 @@ counts). The run ends when no line is left anywhere, or a little after `stop` wa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import trio
 
-from engine.actors.client import ClientRefused, HeadClient
+from engine.actors.client import HeadClient
 from engine.batch.connection import first_leaf, keep_connection
-from engine.batch.ending import STOPPED, Ending, exit_code_of, resume_hint
-from engine.batch.files import BatchFiles, open_files, read_earlier
+from engine.batch.ending import STOPPED, Ending, resume_hint
+from engine.batch.files import BatchFiles
 from engine.batch.flight import Flight
 from engine.batch.intake import Intake
 from engine.batch.meter import Meter, describe_summary
-from engine.batch.options import STDIO, BatchOptions
-from engine.batch.prepare import InputChanged, PrepareLimits, Preparer
+from engine.batch.options import BatchOptions
+from engine.batch.prepare import InputChanged, Preparer
 from engine.batch.reporter import Reporter
 from engine.batch.resume import Earlier
+from engine.batch.source import EngineSource, Served, load_served
 from engine.batch.writer import RecordWriter
-from engine.errors import EngineError, PeerGone, RequestRefused
-from engine.faces.text import TextCodec
+from engine.errors import EngineError, RequestRefused
 from transport.messages import HeadHello
-from transport.wire import IDS_LIMIT
 
 READY_BYTES = 64 << 20
 """What may wait to be submitted, whatever the window says in lines."""
@@ -47,49 +41,8 @@ LAST_READ_S = 1.0
 """After the loss of an engine that nothing waits for: for the end of the input to show."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineSource:
-    """Where the engine comes from.
-
-    Attributes:
-        open: gives the path of a request socket for as long as the block lasts.
-        shared: it is a daemon that may come back, not an engine of this run's own.
-        load_codec: the tokenizer of the model that a head serves; blocks.
-        advice: what to do if nobody answers.
-    """
-
-    open: Callable[[], AbstractAsyncContextManager[str]]
-    shared: bool
-    load_codec: Callable[[HeadHello], TextCodec]
-    advice: str = ""
-
-
 class SecondSignal(Exception):
     """The operator asked twice: nothing is waited for any more."""
-
-
-async def run_batch(options: BatchOptions, source: EngineSource, reporter: Reporter | None = None) -> int:
-    """Runs a batch; errors are said on stderr.
-
-    Returns:
-        The exit code: 0 done, 1 some lines failed, 2 usage, 3 stopped and resumable, 4 engine not reachable, 5 refused,
-        130 second signal.
-    """
-    if reporter is None:
-        # Where requests are typed, a line that is rewritten would be in the way.
-        is_typed = options.input == STDIO and os.isatty(0)
-        reporter = Reporter("line" if is_typed and options.progress == "auto" else options.progress)
-    with contextlib.ExitStack() as closing:
-        try:
-            files = open_files(options, closing)
-            earlier = await trio.to_thread.run_sync(read_earlier, options, files)
-            return await Batch(options, source, reporter, files, earlier).run()
-        except EngineError as error:
-            is_absent = source.shared and isinstance(error, PeerGone) and not isinstance(error, ClientRefused)
-            reporter.note(f"engine batch: no engine answers ({error})" if is_absent else f"engine batch: {error}")
-            if is_absent and source.advice:
-                reporter.note(source.advice)
-            return exit_code_of(error)
 
 
 class Batch:
@@ -107,7 +60,7 @@ class Batch:
         self._writer = RecordWriter(files.output, files.errors, ordered=options.order == "input", written=self._changed)
         self._flight = Flight(options, self._meter, self._writer, self._settled)
         self._intake: Intake
-        self._model_names: tuple[str, ...] = ()
+        self._served: Served | None = None
         self._begun = False
         self._is_waiting = False
         self._stopped: str | None = None
@@ -189,7 +142,8 @@ class Batch:
         return code
 
     def _say_summary(self, code: int, stopped: str | None) -> None:
-        summary = self._meter.summary(trio.current_time(), exit_code=code, stopped=stopped, model=self._model_names[0])
+        model = self._flight.model
+        summary = self._meter.summary(trio.current_time(), exit_code=code, stopped=stopped, model=model)
         self._reporter.summary(describe_summary(summary), summary)
         if self._options.summary is not None:
             try:
@@ -397,28 +351,24 @@ class Batch:
 
     async def _greeted(self, hello: HeadHello) -> None:
         """Takes what the head says of its model; the first time, makes what depends on it."""
-        options = self._options
-        name = Path(hello.model).name
-        if self._model_names:
-            if hello.model != self._model_names[-1]:
-                raise RequestRefused("bad_request", f"the engine serves {hello.model} now, not {self._model_names[-1]}")
+        if self._served is not None:
+            if hello.model != self._served.model:
+                raise RequestRefused("bad_request", f"the engine serves {hello.model} now, not {self._served.model}")
             return
-        names = tuple(dict.fromkeys((name, hello.model)))
-        if options.model is not None and options.model not in names:
-            raise RequestRefused("bad_request", f"--model {options.model}: this engine serves {name}")
-        codec = await trio.to_thread.run_sync(self._source.load_codec, hello)
-        limits = PrepareLimits(
-            vocab_size=min(hello.vocab_size, codec.vocab_size),
-            max_model_tokens=min(hello.max_model_tokens, IDS_LIMIT // 4),
-            model_names=names,
-        )
-        given: dict[str, Any] = {
-            "defaults": options.defaults,
-            "earlier": self._earlier,
-            "seed": options.seed,
-            "any_model": options.any_model,
-            "priority": options.priority,
-        }
-        self._model_names = names
-        self._flight.model, self._flight.eos_id = name, codec.eos_id
-        self._intake = Intake(self._files.input, lambda: Preparer(codec, limits, **given))
+        options = self._options
+        served = await trio.to_thread.run_sync(load_served, hello, options, self._source)
+
+        def make_preparer() -> Preparer:
+            return Preparer(
+                served.codec,
+                served.limits,
+                defaults=options.defaults,
+                earlier=self._earlier,
+                seed=options.seed,
+                any_model=options.any_model,
+                priority=options.priority,
+            )
+
+        self._served = served
+        self._flight.model, self._flight.eos_id = served.name, served.codec.eos_id
+        self._intake = Intake(self._files.input, make_preparer)

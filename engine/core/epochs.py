@@ -208,8 +208,8 @@ RANK: dict[tuple[RankPhase, RankEvent], Transition[RankPhase]] = {
     (_R.SETTLED, _F.ADOPT): _to(_R.SETTLED),
     (_R.SETTLED, _F.PEER_LOST): _to(_R.SETTLED),
 }
-"""ADOPT never meets DECLINED: an epoch that is active somewhere had every rank ready. A rank between a lost peer and the
-new membership gives each epoch that it hears of PEER_LOST right after PREPARE."""
+"""ADOPT never meets DECLINED: an epoch that is active somewhere had every rank ready. A rank between a lost peer and
+the new membership gives each epoch that it hears of PEER_LOST right after PREPARE."""
 
 REMOTE_EVENTS = frozenset({_E.FLIPPED, _F.PREPARE, _F.WITHDRAW, _F.ADOPT, _F.BURN})
 """Events that a message of another process causes directly."""

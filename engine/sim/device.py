@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
+from engine.config import RankConfig, read_model_facts
 from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
 from engine.errors import DeviceError, LocalProtocolError
 from engine.ports import DeviceInfo
@@ -298,6 +299,24 @@ class SimDevice:
 
     def _write_slab(self, slab: int, request: int, length: int, last: int, chain: int) -> None:
         _SLAB.pack_into(self._bytes, self._slabs_at + slab * _SLAB.size, request, length, last, chain, 0)
+
+
+def open_sim_device(config: RankConfig, report: Callable[[str, int, int, str], None]) -> SimDevice:
+    """The device of a rank process with `--device sim`: real clock, real pushes, no model. For consoles and plumbing.
+
+    Raises:
+        ConfigError: the configuration's model is none.
+    """
+    facts = read_model_facts(config.model, page_tokens=config.page_tokens, value_bytes=4)
+    device = SimDevice(
+        num_pages=config.num_pages,
+        num_slabs=config.num_slabs,
+        page_tokens=config.page_tokens,
+        max_model_tokens=config.max_model_tokens,
+        vocab_size=facts.vocab_size,
+    )
+    report("arena", 1, 1, "pages")
+    return device
 
 
 class StepGroup:

@@ -41,6 +41,7 @@ class Outcome:
     crash: BaseException | None = None
     virtual_s: float = 0.0
     wall_s: float = 0.0
+    cpu_s: float = 0.0
     steps: int = 0
     lives: int = 0
     purged: int = 0
@@ -62,7 +63,7 @@ def play(
         hook: called with the World once it is made.
     """
     outcome = Outcome(scenario, trace or Trace())
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     try:
         seeded.run(
             functools.partial(_play, scenario, outcome, hook),
@@ -78,7 +79,7 @@ def play(
             outcome.violation = Violation("liveness", str(stuck)) if stuck is not None else None
         if outcome.violation is None:
             outcome.crash = error
-    outcome.wall_s = time.perf_counter() - began
+    outcome.wall_s, outcome.cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     return outcome
 
 

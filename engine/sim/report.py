@@ -73,6 +73,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "hash": outcome.trace.digest,
         "virtual_s": outcome.virtual_s,
         "wall_s": outcome.wall_s,
+        "cpu_s": outcome.cpu_s,
         "events": dict(sorted(kinds.items())),
         "steps": outcome.steps,
         "lives": outcome.lives,
@@ -113,6 +114,10 @@ def describe(outcome: Outcome) -> Iterator[str]:
     faults = {kind[6:]: n for kind, n in told["events"].items() if kind.startswith("fault.")}
     events = {kind: n for kind, n in told["events"].items() if not kind.startswith("fault.")}
     yield f"seed {told['seed']}, hash {told['hash']}: {told['virtual_s']:.3f} virtual s in {told['wall_s']:.2f} s"
+    yield (
+        f"  speed       {told['virtual_s'] / max(told['cpu_s'], 1e-9):.2f} virtual s per s of CPU time"
+        f" ({told['cpu_s']:.2f} s)"
+    )
     yield f"  events      {_counts(events)}; {told['steps']} device steps"
     yield f"  faults      {_counts(faults) or 'none'}; {told['lives']} lives of ranks"
     yield f"  answers     {_counts(told['outcomes'])}; {told['attempts']} attempts, at most {told['most_attempts']}"

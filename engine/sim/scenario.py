@@ -8,7 +8,7 @@ import re
 import tomllib
 import types
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from engine.config import Limits
 from engine.errors import ConfigError
@@ -189,6 +189,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{where} is a list, not {value!r}")
         return tuple(_convert(item, get_args(hint)[0], where) for item in value)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{where} is one of {', '.join(get_args(hint))}, not {value!r}")
+        return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, types.UnionType) or not isinstance(value, hint):

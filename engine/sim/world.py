@@ -24,6 +24,7 @@ from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
 from engine.sim.costs import FlatCosts
 from engine.sim.device import Costs, SimDevice, StepGroup
+from engine.sim.handoffs import Handoff, KeepingFabric
 from engine.sim.seeded import EventClock
 from engine.sim.trace import Trace
 from engine.sim.violation import Violation
@@ -49,6 +50,7 @@ class WorldShape:
         link_latency_s, link_bytes_per_s: of control streams.
         fabric_latency_s, fabric_bytes_per_s: of pushes; bytes are those of real pages, see `page_bytes`.
         page_bytes: what a page would be on a real device; on the wire a simulated page counts as so many.
+        handoff: how KV gets to the decode rank, see `handoffs`.
         start_s: from spawn to a loaded device, at most. exit_s: from a kill to the end of the process, at most.
         is_thorough: all memory is looked at in every step; for small worlds.
     """
@@ -71,6 +73,7 @@ class WorldShape:
     fabric_latency_s: float = 20e-6
     fabric_bytes_per_s: float = 50e9
     page_bytes: int = 65_536
+    handoff: Handoff = "chunks"
     start_s: float = 0.2
     exit_s: float = 0.01
     is_thorough: bool = True
@@ -186,7 +189,7 @@ class SimProcess:
 
                 async def open_fabric() -> Fabric:
                     await trio.lowlevel.checkpoint()
-                    return cast(Fabric, fabric)
+                    return world.make_fabric(life, fabric)
 
                 ports = RankPorts(
                     head=self.far,
@@ -390,6 +393,13 @@ class World:
     def _landing(self, writer: str, target: str, blocks: Any) -> None:
         self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))
         self.auditor.landing(self._names[writer.split("#")[0]], self._names[target.split("#")[0]], list(blocks))
+
+    def make_fabric(self, life: Life, fabric: MemoryFabric) -> Fabric:
+        shape = self.shape
+        if shape.handoff == "chunks" or life.role == "decode":
+            return cast(Fabric, fabric)
+        ask_s = shape.link_latency_s + shape.fabric_latency_s if shape.handoff == "pull" else 0.0
+        return cast(Fabric, KeepingFabric(fabric, self.clock, shape.num_pages, ask_s))
 
     def _find_group(self, life: Life) -> StepGroup | None:
         shape = self.shape

@@ -15,7 +15,8 @@ import trio
 
 from engine.batch.options import BatchOptions
 from engine.batch.reporter import Reporter
-from engine.batch.runner import EngineSource, run_batch
+from engine.batch.source import EngineSource
+from engine.batch.start import run_batch
 from engine.faces.text import TextCodec
 from tests.batch.fake_head import FakeHead, expected
 

@@ -102,7 +102,7 @@ def test_help_loads_neither_torch_nor_the_engine() -> None:
 
 def test_a_batch_on_a_daemon_loads_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, trio, engine.batch_cli, engine.batch.runner\n"
+        "import sys, trio, engine.batch_cli, engine.batch.start\n"
         "assert 'torch' not in sys.modules and 'nixl' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, cwd=ROOT, timeout=60, check=True)

@@ -85,7 +85,7 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("[limits]\nclients = true", ":2: limits.clients: True is not a whole number"),
         ("[limits]\nquarantined_pages = 2", ":2: limits.quarantined_pages: 2 is not a share"),
         ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
-        ("device = 'cuda'", ":1: device: 'cuda' is not there yet; this version runs on 'cpu' only"),
+        ("device = 'cuda'", ":1: device: 'cuda' is not there yet; this version runs on 'cpu', or on 'sim' in pretence"),
         ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: 2 is not there yet"),
         ("[pools]\ndecode.ranks='0-1'\nprefill.ranks='1-1'", ":2: pools.decode.ranks: rank 1 is in pools.prefill too"),
         ("[pools.decode]\nranks = '3-3'", ":2: pools.decode.ranks: the ranks of both pools must be 0, 1, 2"),

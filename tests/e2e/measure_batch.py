@@ -59,27 +59,42 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--bad", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--machine", default=f"{len(os.sched_getaffinity(0))}-core {platform.machine()} VM")
+    parser.add_argument(
+        "--machine", default=f"{len(os.sched_getaffinity(0))}-core {platform.machine().replace('_', '-')} VM"
+    )
     parser.add_argument("--json")
     parser.add_argument("rest", nargs="*", help="after --: options of engine batch")
     given = parser.parse_args()
     lines = make_lines(given.lines, given.bad, given.seed, max_model_tokens=CONTEXT, max_tokens=MAX_TOKENS)
     arguments = ["--default", f"max_tokens={MAX_TOKENS}", *given.rest]
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         figures = trio.run(measure, lines, Path(directory), arguments)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": given.machine,
+        "load_before": round(load, 1),
         "commit": commit.stdout.strip(),
         "command": " ".join(["PYTHONPATH=. python tests/e2e/measure_batch.py", *sys.argv[1:]]),
         **figures,
     }
-    text = json.dumps(record, indent=1)
     if given.json:
-        Path(given.json).write_text(text + "\n")
-    shown = {name: value for name, value in record.items() if name != "samples"}
-    print(json.dumps(shown, indent=1))
+        Path(given.json).write_text(render(record))
+    print(render({**record, "samples": {}}), end="")
+
+
+def render(record: dict[str, Any]) -> str:
+    """JSON for people, with the samples of a process on one line."""
+    head = json.dumps({name: value for name, value in record.items() if name != "samples"}, indent=1)
+    samples = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in record["samples"].items())
+    return head.removesuffix("\n}") + ',\n "samples": {\n' + samples + "\n }\n}\n"
 
 
 main()
