@@ -42,7 +42,8 @@ def render_status(report: StatusReport) -> RenderableType:
     )  # fmt: skip
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     table.add_column("rank", no_wrap=True)
-    table.add_column("state", min_width=8, overflow="fold")  # the one that gives way on a narrow terminal: 80 columns are enough
+    # The one that gives way on a narrow terminal; 80 columns are enough for all.
+    table.add_column("state", min_width=8, overflow="fold")
     for name in ("step", "run", "wait", "pages", "pushed", "lag p99", "step p50", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in report.ranks:

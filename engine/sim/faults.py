@@ -28,6 +28,7 @@ KINDS: Final = {
     "stop": "a rank is stopped and goes on: nothing comes or goes, and what it was about to write lands late",
     "clog-head": "nothing passes between a rank and the head",
     "clog-pair": "nothing passes between a prefill and a decode rank",
+    "cut-pair": "the stream between a prefill and a decode rank breaks; both live",
     "push-late": "pushes take longer",
     "push-lost": "pushes fail, with or without landing",
     "push-after": "pushes fail and land all the same, later",
@@ -120,10 +121,12 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
             _hold(end, ends_at)
     elif kind == "clog-head":
         _hold(process.far, ends_at)
-    elif kind == "clog-pair":
+    elif kind in ("clog-pair", "cut-pair"):
         pairs = [end for end in process.ends if end is not process.far and not end.is_cut]
-        if pairs:
+        if pairs and kind == "clog-pair":
             _hold(_pick(pairs, fault), ends_at)
+        elif pairs:
+            _pick(pairs, fault).cut()
     else:
         _hurt_device(world, process, kind, ends_at)
 

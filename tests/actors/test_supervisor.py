@@ -318,6 +318,7 @@ async def test_a_rank_that_has_work_and_makes_no_progress_is_named(nursery, auto
     world.make_all_healthy()
     nursery.start_soon(world.supervisor.run)
     await settle()
+    await trio.sleep(0.1)  # between two beats, which would be news too
     snapshot = RankSnapshot(1, 1, 7, 12_500, *[0] * 19)
     assert world.supervisor.why_not_ready() == ()
     world.now(1).link.post(snapshot)
