@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine.sim.play import Outcome
     from engine.sim.scenario import Scenario
 
+PROGRESS_SEEDS = 100
+"""Seeds between two lines of a long series."""
 SHOWN_EVENTS = 4
 """Events before the first that two runs do not share."""
 
@@ -59,6 +61,9 @@ def simulate(
             click.echo(f"failed: {failure}", err=True)
             click.echo(f"again:  {_replay(chosen, ranks, seconds, check=check)}", err=True)
             break
+        done = number - first + 1
+        if done % PROGRESS_SEEDS == 0:
+            click.echo(f"{done} of {runs} seeds", err=True)
     if report is not None:
         Path(report).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if runs > 1 and not code:

@@ -102,6 +102,30 @@ async def test_pages_and_slab_moved_by_address_continue_the_text(
     await there.aclose()
 
 
+async def test_prompts_in_one_step_get_the_tokens_that_they_get_alone(checkpoint: Path) -> None:
+    """More rows than one pass can stage, a prompt that goes on, one that is not at its end, and one that is drawn."""
+    device = await open_torch_device(config_for(checkpoint), ignore, poison=True)
+    texts = [random_ids(length, 320, seed=length) for length in (30, 3, 28, 12)]
+    asks = [Sampling(), Sampling(temperature=0.9, seed=5), None, Sampling()]
+    pages = [tuple(range(1 + 5 * place, 6 + 5 * place)) for place in range(4)]
+
+    def chunk(place: int, start: int, end: int, sampling: Sampling | None) -> PrefillChunk:
+        ids = memoryview(texts[place][start:end].astype("<i4").tobytes())
+        return PrefillChunk(place + 1, place, start, ids, pages[place], sampling)
+
+    async def run(step: int, *chunks: PrefillChunk) -> tuple[int | None, ...]:
+        return (await device.wait(device.submit(StepPlan(step, chunks, ())))).chunk_tokens
+
+    begin = chunk(0, 0, 16, None)
+    chunks = [chunk(0, 16, 30, asks[0]), *(chunk(place, 0, len(texts[place]), asks[place]) for place in (1, 2, 3))]
+    alone = [await run(1, begin), *[await run(step + 2, one) for step, one in enumerate(chunks)]]
+    await run(10, begin)
+    together = await run(11, *chunks)
+    assert alone == [(None,), *((token,) for token in together)]
+    assert together[2] is None and None not in (together[0], together[1], together[3])
+    await device.aclose()
+
+
 async def test_forbidden_ends_do_not_come(checkpoint: Path) -> None:
     device = await open_torch_device(config_for(checkpoint), ignore)
     ids = random_ids(12, 320, seed=5)
