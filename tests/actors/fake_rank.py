@@ -17,6 +17,7 @@ import sys
 
 import trio
 
+from transport.errors import EngineError
 from transport.messages import (
     DECODE_FROM_PREFILL,
     PREFILL_FROM_DECODE,
@@ -97,7 +98,7 @@ class FakeRank:
     async def write_peer(self, peer: FrameStream) -> None:
         try:
             await run_link(peer, lambda frames: None)
-        except Exception:
+        except EngineError:
             await peer.aclose()
 
     async def serve_peer(self, stream) -> None:
@@ -111,8 +112,8 @@ class FakeRank:
         async with link:
             try:
                 await run_link(link, take)
-            except Exception:
-                pass
+            except EngineError:
+                pass  # the prefill rank is gone; a mistake of this file still ends the process
 
     async def run_steps(self) -> None:
         while True:
@@ -202,7 +203,7 @@ async def run(control: int, given: dict) -> None:
         nursery.start_soon(fake.run_snapshots)
         try:
             await run_link(head, fake.from_head)
-        except Exception as error:
+        except EngineError as error:
             print(f"head: {error}", file=sys.stderr, flush=True)
         nursery.cancel_scope.cancel()
 
