@@ -20,7 +20,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
@@ -68,13 +68,13 @@ class Work(Protocol):
         ...
 
 
-class _Call:
+class _Call(Generic[_T]):
     """A function to run in the owner thread, and what became of it."""
 
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
+    def __init__(self, fn: Callable[[Any], _T]) -> None:
         self.fn = fn
         self.done = trio.Event()
-        self.result: Any = None
+        self.result: _T
         self.error: Exception | None = None
 
 
@@ -95,10 +95,10 @@ class AgentThread:
         self._make_agent = make_agent
         self._errors = errors
         self._receives = receives
-        self._todo: queue.SimpleQueue[_Call | Work] = queue.SimpleQueue()
-        self._now: _Call | Work | None = None
+        self._todo: queue.SimpleQueue[_Call[Any] | Work] = queue.SimpleQueue()
+        self._now: _Call[Any] | Work | None = None
         self._live: list[Work] = []
-        self._over: collections.deque[Work | _Call] = collections.deque()
+        self._over: collections.deque[Work | _Call[Any]] = collections.deque()
         self._stopping = False
         self._ended = False
         self._why = "the owner thread failed; its traceback is on stderr"
@@ -122,8 +122,11 @@ class AgentThread:
         except OSError as error:
             raise FabricError(f"{self.name}: no socket for peers to ring: {error}") from error
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Told before the thread runs: an agent that can not be made refuses it with the reason.
+        started = _Call(lambda agent: None)
+        self._tell(started)
         self._thread.start()
-        await self.call(lambda agent: None, "start the agent")
+        await self._answer(started, "start the agent")
 
     async def call(self, fn: Callable[[Any], _T], what: str) -> _T:
         """Runs `fn(agent)` in the thread. Cancelled, it still runs, and its result is dropped.
@@ -133,14 +136,16 @@ class AgentThread:
         """
         call = _Call(fn)
         self._tell(call)
+        return await self._answer(call, what)
+
+    async def _answer(self, call: _Call[_T], what: str) -> _T:
         with trio.move_on_after(CALL_LIMIT_S):
             await call.done.wait()
         if not call.done.is_set():
             raise FabricError(f"{self.name}: {what}: the owner thread did not answer in {CALL_LIMIT_S} s")
         if call.error is not None:
             raise FabricError(f"{self.name}: {what}: {describe_error(call.error)}") from call.error
-        result: _T = call.result
-        return result
+        return call.result
 
     def begin(self, work: Work) -> None:
         """Hands a transfer to the thread; returns at once."""
@@ -164,9 +169,11 @@ class AgentThread:
         os.close(self._bell)
         self._bell = -1
 
-    def _tell(self, item: _Call | Work) -> None:
-        if self._ended or self._stopping or self._bell < 0:
+    def _tell(self, item: _Call[Any] | Work) -> None:
+        if self._stopping or self._bell < 0:
             raise FabricError(f"{self.name}: the fabric is closed")
+        if self._ended:
+            raise FabricError(f"{self.name}: {self._why}")
         self._todo.put(item)
         self._ring()
 
@@ -214,7 +221,7 @@ class AgentThread:
             except queue.Empty:
                 return
 
-    def _refuse(self, item: _Call | Work) -> None:
+    def _refuse(self, item: _Call[Any] | Work) -> None:
         if isinstance(item, _Call):
             item.error = FabricError(self._why)
         else:

@@ -15,6 +15,7 @@ from transport.errors import FabricError
 from transport.fabric import BlockRun
 from transport.nixl_door import Door
 from transport.nixl_fabric import is_available, nixl_status, open_nixl_fabric
+from transport.nixl_owner import AgentThread
 
 needs_nixl = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
 
@@ -58,6 +59,25 @@ async def test_a_backend_that_does_not_start_is_named() -> None:
     with pytest.raises(FabricError, match=r"start the agent: nixl\w+Error"):
         async with open_nixl_fabric("x", devices="nosuch0", tls="tcp"):
             pass
+
+
+async def test_an_agent_that_fails_before_anyone_asks_is_named_all_the_same() -> None:
+    def fail() -> object:
+        raise OSError("no such device")
+
+    thread = AgentThread("x", fail, (OSError,), receives=False)
+    begin = thread._thread.start
+
+    def begin_and_let_it_end() -> None:
+        begin()
+        thread._thread.join(5)
+
+    thread._thread.start = begin_and_let_it_end  # type: ignore[method-assign]
+    try:
+        with pytest.raises(FabricError, match=r"x: start the agent: .*no such device"):
+            await thread.start()
+    finally:
+        await thread.stop()
 
 
 @needs_nixl
@@ -159,5 +179,5 @@ async def test_a_bug_in_the_owner_thread_fails_everybody_and_hangs_nobody() -> N
                 nursery.start_soon(bug)
                 nursery.start_soon(wait)
             assert "bug" in failed
-            with pytest.raises(FabricError, match="the fabric is closed"):
+            with pytest.raises(FabricError, match="the owner thread failed"):
                 fabric.push(target, [1], [2])
