@@ -22,7 +22,7 @@ from engine.errors import ConfigError, EngineError, PeerGone
 
 if TYPE_CHECKING:
     from engine.settings import Resolved
-    from transport.messages import StatusReport
+    from transport.messages import ExpertsReport, StatusReport
 
 EXIT_OK, EXIT_SOME_FAILED, EXIT_USAGE, EXIT_RESUMABLE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4, 5
 EXIT_BUG, EXIT_INTERRUPTED = 70, 130
@@ -34,6 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _LAZY = {
     "batch": ("engine.batch_cli", "Run a JSONL file of requests and write a JSONL file of answers."),
+    "metrics": ("engine.metrics_cli", "Print what a scrape of the engine would give, in Prometheus' text format."),
+    "rebalance": ("engine.rebalance_cli", "Place the experts of a group anew while it serves."),
     "bench": ("engine.bench_cli", "Measure the model's step alone, or the whole path beside it."),
     "simulate": ("engine.simulate_cli", "Run a cluster on virtual time, with faults, and check its every promise."),
 }
@@ -62,7 +64,7 @@ class _Group(click.Group):
             formatter.write_dl(sorted(rows))
 
 
-class _Duration(click.ParamType[float]):
+class Duration(click.ParamType[float]):
     """`30s`, `250ms`, `1h30m`."""
 
     name = "duration"
@@ -130,7 +132,7 @@ def cli() -> None:
 @config_options
 @click.option("--detach", is_flag=True, help="Go to the background; log to engine.log in the runtime directory.")
 @click.option("--wait", type=click.Choice(["ready"]), help="Fail if the engine is not ready within --timeout.")
-@click.option("--timeout", type=_Duration(), help="For --wait.  [default: limits.start_s]")
+@click.option("--timeout", type=Duration(), help="For --wait.  [default: limits.start_s]")
 @click.option("--given", type=int, hidden=True, help="Descriptor with the resolved configuration.")
 @click.option("--lifeline", type=int, hidden=True, help="Descriptor whose end ends the engine.")
 @click.option("--parent", type=int, hidden=True, help="Process whose end ends the engine.")
@@ -164,7 +166,7 @@ def up(
 
 @cli.command()
 @reach_options
-@click.option("--drain", type=_Duration(), help="Time for running requests to finish.  [default: 60s]")
+@click.option("--drain", type=Duration(), help="Time for running requests to finish.  [default: 60s]")
 @click.option("--now", is_flag=True, help="Stop at once; running requests fail.")
 def down(config_file: str | None, directory: str | None, drain: float | None, now: bool) -> int:
     """Stop a running engine, and wait until it is gone."""
@@ -172,7 +174,7 @@ def down(config_file: str | None, directory: str | None, drain: float | None, no
         raise click.UsageError("--now and --drain exclude each other")
     import trio
 
-    return trio.run(_down, _runtime(config_file, directory), 0.0 if now else 60.0 if drain is None else drain)
+    return trio.run(_down, runtime_path(config_file, directory), 0.0 if now else 60.0 if drain is None else drain)
 
 
 async def _down(path: str, drain_s: float) -> int:
@@ -190,22 +192,22 @@ async def _down(path: str, drain_s: float) -> int:
             click.echo(f"pid {head.head_pid} is still there; engine.log in {path} says what it waits for", err=True)
             return EXIT_UNREACHABLE
     except PeerGone as error:
-        return _unreachable(path, error)
+        return tell_unreachable(path, error)
 
 
 @cli.command()
 @reach_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--watch", is_flag=True, help="Again and again until Ctrl-C.")
-@click.option("--interval", type=_Duration(), default="2s", show_default=True, help="For --watch.")
+@click.option("--interval", type=Duration(), default="2s", show_default=True, help="For --watch.")
 def status(config_file: str | None, directory: str | None, as_json: bool, watch: bool, interval: float) -> int:
     """Show a running engine on one screen."""
     import trio
 
     try:
-        return trio.run(_status, _runtime(config_file, directory), as_json, watch, interval)
+        return trio.run(_status, runtime_path(config_file, directory), as_json, watch, interval)
     except (KeyboardInterrupt, BaseExceptionGroup) as error:
-        if watch and _is_interrupt(error):
+        if watch and is_interrupt(error):
             return EXIT_OK  # that is how a watch ends
         raise
 
@@ -219,23 +221,23 @@ async def _status(path: str, as_json: bool, watch: bool, interval_s: float) -> i
     try:
         async with open_operator(RuntimeDirectory(path).read_socket) as head:
             while True:
-                _show_status(await head.ask_status(), as_json=as_json, again=watch)
+                _show_status(await head.ask_status(), await head.ask_experts(), as_json=as_json, again=watch)
                 if not watch:
                     return EXIT_OK
                 await trio.sleep(interval_s)
     except PeerGone as error:
-        return _unreachable(path, error)
+        return tell_unreachable(path, error)
 
 
-def _show_status(report: StatusReport, *, as_json: bool, again: bool) -> None:
+def _show_status(report: StatusReport, experts: ExpertsReport, *, as_json: bool, again: bool) -> None:
     from engine.faces.status import print_status, status_json
 
     if as_json:
-        click.echo(json.dumps(status_json(report)))
+        click.echo(json.dumps(status_json(report, experts)))
         return
     if again and sys.stdout.isatty():
         click.clear()
-    print_status(report)
+    print_status(report, experts)
 
 
 @cli.group()
@@ -294,7 +296,7 @@ def doctor(config_file: str | None, directory: str | None, model: str | None, as
     from engine.settings import peek_setting
 
     name = peek_setting("model", model, config_file, os.environ) or "nano"
-    diagnosis = diagnose(name, _runtime(config_file, directory))
+    diagnosis = diagnose(name, runtime_path(config_file, directory))
     if as_json:
         click.echo(json.dumps(diagnosis.to_json()))
     else:
@@ -336,13 +338,15 @@ def rank(control: int, given: int) -> None:
     os._exit(code)
 
 
-def _runtime(config_file: str | None, directory: str | None) -> str:
+def runtime_path(config_file: str | None, directory: str | None) -> str:
+    """The runtime directory that `reach_options` name."""
     from engine.settings import runtime_directory
 
     return runtime_directory(directory, config_file, os.environ)
 
 
-def _unreachable(path: str, error: PeerGone) -> int:
+def tell_unreachable(path: str, error: PeerGone) -> int:
+    """Says that no engine answers there and how to start one; the exit code for it."""
     click.echo(f"no engine answers in {path} ({error})", err=True)
     click.echo(f"start one with: engine up --detach --wait ready --dir {path}", err=True)
     return EXIT_UNREACHABLE
@@ -380,14 +384,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"error: {error}", err=True)
         return EXIT_SOME_FAILED
     except BaseExceptionGroup as group:
-        if _is_interrupt(group):
+        if is_interrupt(group):
             return EXIT_INTERRUPTED
         return _report_bug(group)
     except Exception as error:  # the process boundary: a bug gets its own exit code and leaves a report to send
         return _report_bug(error)
 
 
-def _is_interrupt(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """Whether Ctrl-C is behind it; out of nurseries it comes in groups."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(KeyboardInterrupt)[0] is not None

@@ -90,6 +90,7 @@ async def _run_head(
 ) -> int:
     from engine.actors.head import HeadPorts, run_head
     from engine.faces.admin import run_operators
+    from engine.planner import call_planner
     from transport.unix import open_unix_listener
 
     def spawn(rank: int, generation: int) -> SpawnedRank:
@@ -129,6 +130,7 @@ async def _run_head(
             admin=admin,
             serve_operators=run_operators,
             spawn=spawn,
+            plan=call_planner(config.limits.balance_s),
             signals=signals,
             parent_gone=parent_gone if lifeline is not None else None,
             pid=os.getpid(),
@@ -218,7 +220,8 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
             from engine.model.device import open_torch_device
 
             # Its tickets are its own; whoever holds one got it from this device.
-            return cast(Device, await open_torch_device(config, report))
+            mesh_address = f"{given['socket']}.mesh" if config.group > 1 else ""
+            return cast(Device, await open_torch_device(config, report, mesh_address=mesh_address))
 
         async def open_fabric() -> Fabric:
             # The fabric's own tasks live here, around the rank's, so they may end in any order.
@@ -266,7 +269,8 @@ async def _hold_fabric(
 def _nixl(name: str, config: RankConfig) -> AbstractAsyncContextManager[Any]:
     from transport.nixl_fabric import open_nixl_fabric
 
-    return open_nixl_fabric(name, receives=config.role == "decode")
+    # Members of a group write experts into each other's slots.
+    return open_nixl_fabric(name, receives=config.role == "decode" or config.group > 1)
 
 
 async def _hold(opening: AbstractAsyncContextManager[Any], task_status: trio.TaskStatus[Any]) -> None:

@@ -72,6 +72,44 @@ class Limits:
     """Drain sent to a rank until its process is gone; then it is killed."""
     progress_s: float = 12.0
     """A rank that has work and finishes no step for so long makes the cluster not ready."""
+    exchange_s: float = 10.0
+    """One wait for another rank in an exchange. Longer: that rank is ended. Above `heartbeat_s`, so that a hung process
+    is found as such."""
+    group_s: float = 120.0
+    """A rank whose group is broken waits so long for the next membership."""
+    idle_steps: int = 64
+    """Steps without rows on all ranks of a group after which it parks."""
+    copy_s: float = 30.0
+    """One copy of an expert to another rank. Longer: the re-placement is given up."""
+    balance_s: float = 60.0
+    """A re-placement that gets nowhere for so long makes the cluster degraded; so does a planner."""
+    plan_age_s: float = 60.0
+    """A plan older than this is not applied."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How the experts of one part of the model are placed on the ranks of a group.
+
+    Attributes:
+        spare_slots: slots of each rank beyond its share, for replicas and moves.
+        mode: `off` counts only, `manual` moves when an operator says so, `auto` by itself too.
+        interval_s: between two plans of `auto`.
+        min_gain_us: `auto` moves nothing that saves less in a step, microseconds.
+        horizon_steps: for how many steps loads are trusted to last: the gain is reckoned over them.
+        max_bytes_per_step: each rank sends so much in a step while experts move.
+        loads_s: between two reports of a rank's loads.
+        link_bytes_per_s: rate of a copy, for the bill, until copies were measured.
+    """
+
+    spare_slots: int = 16
+    mode: Literal["off", "manual", "auto"] = "manual"
+    interval_s: float = 30.0
+    min_gain_us: float = 0.0
+    horizon_steps: int = 10_000
+    max_bytes_per_step: int = 64 << 20
+    loads_s: float = 1.0
+    link_bytes_per_s: int = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +134,11 @@ class RankConfig:
     """Bounded replay (model.md 4.7): prompt rows that run through the layers past the last KV source; 0 is exact."""
     config_digest: str
     limits: Limits
+    checksum_pushes: bool = False
+    group: int = 1
+    """Ranks of this rank's group, itself included."""
+    experts_main: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
+    experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +147,11 @@ class PoolConfig:
 
     ranks: tuple[int, ...]
     group: int = 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group, in order of rank. A group's number is its index here."""
+        return tuple(self.ranks[at : at + self.group] for at in range(0, len(self.ranks), self.group))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +186,9 @@ class ClusterConfig:
     log_level: Literal["debug", "info", "warning", "error"]
     vocab_size: int
     limits: Limits = dataclasses.field(default_factory=Limits)
+    checksum_pushes: bool = False
+    experts_main: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
+    experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
 
     @property
     def digest(self) -> str:
@@ -155,6 +206,9 @@ class ClusterConfig:
         decode = dict.fromkeys(self.decode.ranks, "decode")
         return dict(sorted({**prefill, **decode}.items()))  # type: ignore[arg-type]
 
+    def pool_of(self, rank: int) -> PoolConfig:
+        return self.prefill if rank in self.prefill.ranks else self.decode
+
     def rank_config(self, rank: int) -> RankConfig:
         """What the process of `rank` is given."""
         return RankConfig(
@@ -171,6 +225,10 @@ class ClusterConfig:
             replay_rows=self.replay_rows,
             config_digest=self.digest,
             limits=self.limits,
+            checksum_pushes=self.checksum_pushes,
+            group=self.pool_of(rank).group,
+            experts_main=self.experts_main,
+            experts_draft=self.experts_draft,
         )
 
 
@@ -256,6 +314,11 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
         if field.name in ("prefill", "decode"):
             view[f"pools.{field.name}.ranks"] = list(value.ranks)
             view[f"pools.{field.name}.group"] = value.group
+        elif field.name in ("experts_main", "experts_draft"):
+            part = field.name.replace("_", ".")
+            for name, held in dataclasses.asdict(value).items():
+                key, per_unit = EXPERT_KEYS.get(name, (name, 1))
+                view[f"{part}.{key}"] = held if per_unit == 1 else held / per_unit
         elif field.name == "limits":
             view.update({f"limits.{name}": v for name, v in dataclasses.asdict(value).items()})
         elif field.name != "vocab_size":
@@ -265,3 +328,12 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
 
 SECTIONS = {"admin_dir": "admin.dir", "log_format": "log.format", "log_level": "log.level"}
 """Fields that people write inside a table."""
+
+EXPERT_KEYS = {
+    "interval_s": ("interval", 1),
+    "min_gain_us": ("min_gain", 1_000_000),
+    "loads_s": ("loads", 1),
+    "link_bytes_per_s": ("link_rate", 1),
+}
+"""Fields of ExpertsConfig to the keys that people write, and how many of the field's units one of the key's is: a key
+has its unit in its value, a field in its name."""

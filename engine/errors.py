@@ -17,6 +17,7 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "FabricError",
+    "GroupBroken",
     "LocalProtocolError",
     "Overflow",
     "PeerGone",
@@ -42,6 +43,24 @@ class RankLost(EngineError):
         super().__init__(f"rank {rank} is lost: {why}")
         self.rank = rank
         self.why = why
+
+
+class GroupBroken(EngineError):
+    """A step of a group could not be finished because a member did not answer; it runs again in the next membership.
+
+    Attributes:
+        membership, step: where; `rank` is who did not answer.
+        overdue: True if the wait's limit has passed; False if the member's connection ended, which may be the
+            consequence of another's loss.
+    """
+
+    def __init__(self, membership: int, step: int, rank: int, why: str, *, overdue: bool) -> None:
+        super().__init__(f"step {step} of membership {membership}: rank {rank} {why}")
+        self.membership = membership
+        self.step = step
+        self.rank = rank
+        self.why = why
+        self.overdue = overdue
 
 
 class RequestRefused(EngineError):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import NANO, Limits, parse_ranks
+from engine.config import EXPERT_KEYS, NANO, ExpertsConfig, Limits, parse_ranks
 from engine.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)?")
@@ -30,7 +30,8 @@ class Key:
 
     Attributes:
         name: dotted path as people write it.
-        kind: how its text is read: `text`, `path`, `count`, `share`, `size`, `duration`, `ranks` or `choice`.
+        kind: how its text is read: `text`, `path`, `count`, `share`, `size`, `duration`, `ranks`,
+            `flag` or `choice`.
         default: value when nobody says anything; None for one that is derived.
         least: smallest count, size or duration.
         choices: of a `choice`.
@@ -62,15 +63,40 @@ def _limit_key(field: dataclasses.Field[Any]) -> Key:
     )
 
 
+_EXPERT_DOCS: dict[str, tuple[str, float, str]] = {
+    "spare_slots": ("count", 0, "Slots of each rank beyond its share, for replicas and for moves."),
+    "mode": ("choice", 0, "off counts only, manual moves when an operator says so, auto by itself too."),
+    "interval": ("duration", 0.001, "Between two plans of auto."),
+    "min_gain": ("duration", 0, "auto moves nothing that saves less than this in a step."),
+    "horizon_steps": ("count", 1, "For how many steps loads are trusted to last: the gain is reckoned over them."),
+    "max_bytes_per_step": ("size", 1, "Each rank sends so much in a step while experts move."),
+    "loads": ("duration", 0.001, "Between two reports of a rank's loads."),
+    "link_rate": ("size", 1, "Bytes per second of a copy, for the bill, until copies were measured."),
+}
+"""Key to kind, least and line, of the experts of either part."""
+
+
+def _expert_keys(part: str) -> list[Key]:
+    """The keys of `[experts.main]` or `[experts.draft]`, with ExpertsConfig's defaults in the units of the key."""
+    keys = []
+    for field in dataclasses.fields(ExpertsConfig):
+        name, per_unit = EXPERT_KEYS.get(field.name, (field.name, 1))
+        kind, least, doc = _EXPERT_DOCS[name]
+        default = field.default if per_unit == 1 else field.default / per_unit  # type: ignore[operator]
+        choices = ("off", "manual", "auto") if kind == "choice" else ()
+        keys.append(Key(f"experts.{part}.{name}", kind, default, doc, least=least, choices=choices))
+    return keys
+
+
 KEYS: tuple[Key, ...] = (
     Key("cluster", "text", "engine", "Name of the cluster, for people."),
     Key("model", "path", NANO, "Directory of a checkpoint (config.json, *.safetensors), or nano, the bundled one."),
     Key("pools.prefill.ranks", "ranks", 1, "Ranks that compute prompts: a count, or ranges such as 0-7,12."),
-    Key(
-        "pools.prefill.group", "count", 1, "Ranks that share one expert placement; this version takes 1 only.", least=1
-    ),
+    Key("pools.prefill.group", "count", 1, "Ranks that share the experts and step together; 1: each has all.", least=1),
     Key("pools.decode.ranks", "ranks", 1, "Ranks that generate tokens: a count, or ranges such as 0-7,12."),
-    Key("pools.decode.group", "count", 1, "Ranks that share one expert placement; this version takes 1 only.", least=1),
+    Key("pools.decode.group", "count", 1, "Ranks that share the experts and step together; 1: each has all.", least=1),
+    *_expert_keys("main"),
+    *_expert_keys("draft"),
     Key(
         "device",
         "choice",
@@ -84,6 +110,12 @@ KEYS: tuple[Key, ...] = (
         "auto",
         "Carrier of pushed pages; auto takes NIXL where it works, else TCP.",
         choices=("auto", "nixl", "tcp"),
+    ),
+    Key(
+        "checksum_pushes",
+        "flag",
+        False,
+        "Whether each push tells a checksum, which the decode rank compares before it uses the pages.",
     ),
     Key("page_tokens", "count", None, "Tokens in a page of KV. Default: 64 for nano, 256 for other models.", least=1),
     Key(
@@ -165,6 +197,15 @@ def _parse_share(value: object) -> float:
     return share
 
 
+def _parse_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip()
+    if text not in ("true", "false"):
+        raise ConfigError(f"{value!r} is neither true nor false")
+    return text == "true"
+
+
 def _parse_text(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= 256:
         raise ConfigError(f"{value!r} is not a text of 1 to 256 characters")
@@ -184,6 +225,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "choice": _parse_text,
     "count": _parse_count,
     "share": _parse_share,
+    "flag": _parse_flag,
     "size": parse_size,
     "duration": parse_duration,
     "ranks": _parse_ranks,
@@ -214,6 +256,7 @@ def config_schema() -> dict[str, Any]:
         "choice": {"type": "string"},
         "count": {"type": "integer"},
         "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "flag": {"type": "boolean"},
         "size": {"type": ["integer", "string"], "pattern": f"^{_SIZE.pattern}$"},
         "duration": {"type": ["number", "string"], "pattern": r"^(\d+(\.\d+)?(us|ms|s|m|h|d))+$|^\d+(\.\d+)?$"},
         "ranks": {"type": ["integer", "string"], "pattern": r"^\d+(-\d+)?(,\d+(-\d+)?)*$"},

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from engine.config import RankConfig
+from engine.core.effects import Stretch
+from engine.core.group import Membership
+from engine.core.placement import Placement
 from engine.core.plan import StepPlan, StepResult
 from transport.fabric import BlockRun, Fabric
+from transport.messages import PartInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class DeviceInfo:
         slab_bytes, num_slabs: size and number of state slabs.
         vocab_size, max_model_tokens: bounds for validation.
         eos_ids: ids that end a text.
+        mesh_address: where a device of a group meets the others; empty for a group of one.
+        parts: the parts of the model whose experts have slots here; empty for a group of one.
     """
 
     name: str
@@ -43,6 +51,8 @@ class DeviceInfo:
     vocab_size: int
     max_model_tokens: int
     eos_ids: tuple[int, ...]
+    mesh_address: str = ""
+    parts: tuple[PartInfo, ...] = ()
 
 
 class Ticket(Protocol):
@@ -61,8 +71,14 @@ class Device(Protocol):
     @property
     def info(self) -> DeviceInfo: ...
 
+    @property
+    def experts(self) -> ExpertSlots | None:
+        """The device's part in a group; None for a group of one."""
+        ...
+
     def block_runs(self) -> Sequence[BlockRun]:
-        """The arena for the fabric: the run of pages, then the run of slabs. Lives as long as the device."""
+        """The arena for the fabric: the run of pages, the run of slabs, then for each part of a group's device the run
+        of its slots. Lives as long as the device."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -78,11 +94,83 @@ class Device(Protocol):
 
         Raises:
             DeviceError: the step failed; the device takes no more.
+            GroupBroken: a member of the group did not answer. The step will run again in the next membership: wait
+                again for its result.
+        """
+        ...
+
+    async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
+        """Of each stretch, the CRC-32 over the bytes of its pages in order, then those of its slab unless it is -1.
+
+        Steps may run beside it as long as they write nothing of it; the loop runs on meanwhile.
         """
         ...
 
     async def aclose(self) -> None:
         """Waits for queued steps and frees the device."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartLoads:
+    """What one part's gates and experts did since it was last asked.
+
+    Attributes:
+        counts: int64[layers, experts], this rank's rows sent to each expert. Idle and padded rows do not count.
+        steps: steps with rows in which they were counted.
+        pairs, expert_us: (row, expert) pairs computed here for any rank, and what that took, microseconds.
+    """
+
+    counts: npt.NDArray[np.int64]
+    steps: int
+    pairs: int
+    expert_us: int
+
+
+class ExpertSlots(Protocol):
+    """The expert slots of a device, and its place in a group. Called from the rank's trio loop only.
+
+    Parts are given by index into `core.pact.PARTS`, slots by number on this rank. The device keeps what each slot
+    holds, refuses to compute with another expert than a table names, and refuses to have a live slot overwritten.
+    """
+
+    async def prepare(self, membership: Membership) -> None:
+        """Loads from the checkpoint what this rank's row of each placement names and no slot holds yet, beside running
+        steps. A later call may replace one that was never joined.
+
+        Raises:
+            DeviceError: an expert can not be loaded, or would have to go into a slot that is in use.
+        """
+        ...
+
+    def join(self, number: int) -> None:
+        """Steps with the members of the prepared membership from the step on that the pact agrees on; at once where
+        the present group is broken or there is none. The result's `group` says when it has happened."""
+        ...
+
+    def load_table(self, part: int, epoch: int, placement: Placement) -> None:
+        """Into a buffer that is not active; `epoch` may become active once all ranks are ready for it."""
+        ...
+
+    def set_ready(self, part: int, epoch: int) -> None:
+        """The ready word, from the next step's snapshot on."""
+        ...
+
+    def withdraw(self, part: int, epoch: int) -> None:
+        """The ready word back to the epoch before, from the next step's snapshot on; and should `epoch` have become
+        active in a step that was not awaited because the group broke, forgets that."""
+        ...
+
+    def note_copied(self, part: int, slots: Mapping[int, int]) -> None:
+        """Slot to `layer * experts + expert`: a peer's writes into these empty slots are complete."""
+        ...
+
+    def free_slots(self, part: int, slots: Sequence[int]) -> None:
+        """They are empty. No queued step's table names them."""
+        ...
+
+    def read_loads(self) -> tuple[PartLoads, ...] | None:
+        """By part, since the last call; None if no step had rows. Never waits."""
         ...
 
 

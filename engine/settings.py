@@ -18,7 +18,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config import NANO, ClusterConfig, Limits, PoolConfig, parse_ranks, plan_num_pages, read_model_facts
+from engine.config import (
+    EXPERT_KEYS,
+    NANO,
+    ClusterConfig,
+    ExpertsConfig,
+    Limits,
+    PoolConfig,
+    parse_ranks,
+    plan_num_pages,
+    read_model_facts,
+)
 from engine.errors import ConfigError
 from engine.keys import KEYS, NAME_TO_KEY, VARIABLE_TO_NAME, parse_value
 
@@ -28,6 +38,8 @@ LONGEST_SOCKET = "/rank-4095-999999.sock"
 """Longest name in the runtime directory: a rank's socket after very many lives."""
 PATH_CHARACTERS = 256
 """Of a model's path: it travels in messages as a `transport.messages.Name`."""
+LARGEST_GROUP = 1024
+"""Ranks of a group: its members are named in one message."""
 
 _KUBERNETES = re.compile(r"ENGINE_(SERVICE_.*|PORT(_.*)?)")
 """What Kubernetes puts into every pod beside a Service called `engine`; not meant for us."""
@@ -186,6 +198,8 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
     limits = Limits(**{field.name: values[f"limits.{field.name}"] for field in dataclasses.fields(Limits)})
     if limits.heartbeat_s < 2 * limits.snapshot_s:
         problem("limits.heartbeat_s", f"must be at least twice limits.snapshot_s ({limits.snapshot_s:g} s)")
+    if any(pool.group > 1 for pool in pools):
+        _check_groups(values, limits, problem)
 
     if len(values["model"]) > PATH_CHARACTERS:
         problem("model", f"its absolute path has {len(values['model'])} characters (limit {PATH_CHARACTERS})")
@@ -239,6 +253,8 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         log_level=values["log.level"],
         vocab_size=vocab_size,
         limits=limits,
+        experts_main=_derive_experts(values, "main"),
+        experts_draft=_derive_experts(values, "draft"),
     )
     return Resolved(config, origins)
 
@@ -264,11 +280,47 @@ def _derive_pools(values: Mapping[str, Any], problem: Callable[[str, str], None]
             "the ranks of both pools must be 0, 1, 2 ... without a gap, but they are"
             f" {sorted(named['prefill'] + named['decode'])}",
         )
-    for pool in ("prefill", "decode"):
+    for pool, ranks in named.items():
         group = values[f"pools.{pool}.group"]
-        if group != 1:
-            problem(f"pools.{pool}.group", f"{group} is not there yet; this version has groups of 1")
-    return PoolConfig(named["prefill"]), PoolConfig(named["decode"])
+        if group > LARGEST_GROUP:
+            problem(f"pools.{pool}.group", f"{group} ranks are more than a group may have ({LARGEST_GROUP})")
+        elif len(ranks) % group:
+            near = f"{max(1, len(ranks) // group) * group} or {-(-len(ranks) // group) * group}"
+            near = str(group) if len(ranks) < group else near
+            problem(
+                f"pools.{pool}.group",
+                f"a pool of {len(ranks)} does not divide into groups of {group}; give it {near} ranks",
+            )
+    return (
+        PoolConfig(named["prefill"], values["pools.prefill.group"]),
+        PoolConfig(named["decode"], values["pools.decode.group"]),
+    )
+
+
+def _check_groups(values: Mapping[str, Any], limits: Limits, problem: Callable[[str, str], None]) -> None:
+    """What only counts where ranks share experts."""
+    if values["replay_rows"]:
+        problem(
+            "replay_rows",
+            f"{values['replay_rows']} rows would run through fewer layers than the others, but all ranks of a group go"
+            " through all layers together; write 0, or groups of 1",
+        )
+    if limits.exchange_s <= limits.heartbeat_s:
+        problem(
+            "limits.exchange_s",
+            f"must be above limits.heartbeat_s ({limits.heartbeat_s:g} s), or the ranks that wait for a hung one are"
+            " ended before it is",
+        )
+
+
+def _derive_experts(values: Mapping[str, Any], part: str) -> ExpertsConfig:
+    """ExpertsConfig in its own units. Microseconds are whole thousandths: 200us is 200.0, not 199.99999999999997."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(ExpertsConfig):
+        name, per_unit = EXPERT_KEYS.get(field.name, (field.name, 1))
+        value = values[f"experts.{part}.{name}"]
+        fields[field.name] = value if per_unit == 1 else round(value * per_unit, 3)
+    return ExpertsConfig(**fields)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -50,6 +50,22 @@ class Faults:
     stuck: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExtraFaults:
+    """More of the same, drawn by a generator of their own: worlds without them draw what they always drew.
+
+    Attributes:
+        twice: it lands, and lands again up to `twice_s` later; only then is it over. What a transport does that
+            resends: whoever reuses what a push reads before `wait` returned, or opens a grant's memory to others
+            before the word of it, is found out by the second landing.
+        corrupt: one bit of what lands is wrong, and `wait` says that all is well.
+    """
+
+    twice: float = 0.0
+    twice_s: float = 0.1
+    corrupt: float = 0.0
+
+
 class _Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     engine: Literal["memory"]
     version: Literal[1]
@@ -66,6 +82,8 @@ class _Fate:
     lands: bool
     late_s: float | None
     stuck: bool
+    twice_s: float | None
+    flip_at: float | None
 
 
 class MemoryWorld:
@@ -76,6 +94,7 @@ class MemoryWorld:
         latency_s: from the start of sending to the last byte's arrival, beyond the time on the wire.
         bytes_per_s: of one sender's wire; its transfers take their turns. None is infinitely fast.
         faults: may be replaced while the world runs.
+        extra_rng: the source of `extra`, which may be replaced as well.
     """
 
     def __init__(
@@ -85,11 +104,19 @@ class MemoryWorld:
         latency_s: float = 20e-6,
         bytes_per_s: float | None = None,
         faults: Faults = Faults(),
+        extra_rng: random.Random | None = None,
     ) -> None:
         self.faults = faults
+        self.extra = ExtraFaults()
         self.on_landing: Callable[[str, str, Sequence[int]], None] | None = None
         """Called just before bytes land, with the names of writer and target and the target's block numbers."""
+        self.landing: MemoryTransfer | None = None
+        """Whose bytes `on_landing` is called for."""
+        self.weigh: Callable[[MemoryFabric, MemoryTransfer], float] | None = None
+        """What a push that begins now counts on the wire, in bytes; its own size without this. For blocks that stand
+        for larger ones."""
         self._rng = rng
+        self._extra_rng = extra_rng or random.Random(0)
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
         self._lives: dict[str, MemoryFabric] = {}
@@ -117,7 +144,14 @@ class MemoryWorld:
         fails = rng.random() < faults.fail
         lands = not fails or rng.random() < faults.fail_landed
         late_s = rng.random() * faults.delay_s if fails and rng.random() < faults.late else None
-        return _Fate(extra_s, fails, lands, late_s, stuck)
+        return _Fate(extra_s, fails, lands, late_s, stuck, *self._draw_extra())
+
+    def _draw_extra(self) -> tuple[float | None, float | None]:
+        """Until the second landing; where in its bytes one is flipped."""
+        extra, rng = self.extra, self._extra_rng
+        twice = extra.twice > 0 and rng.random() < extra.twice
+        corrupt = extra.corrupt > 0 and rng.random() < extra.corrupt
+        return rng.random() * extra.twice_s if twice else None, rng.random() if corrupt else None
 
 
 class MemoryTarget:
@@ -139,6 +173,8 @@ class MemoryTransfer:
         self.theirs = theirs
         self.begun = begun
         self.done = trio.Event()
+        self.mark = 0
+        """A note of `MemoryWorld.weigh` for `on_landing`."""
         self.report: TransferReport | None = None
         self.failure: str | None = None
 
@@ -160,6 +196,11 @@ class MemoryFabric:
         self._closed = False
         self.stopped_until = 0.0
         """Until then its process is stopped: what it would write lands when it goes on."""
+
+    @property
+    def running(self) -> tuple[MemoryTransfer, ...]:
+        """Pushes that are not over, oldest first."""
+        return tuple(self._running)
 
     async def register(self, runs: Sequence[BlockRun]) -> None:
         await trio.lowlevel.checkpoint()
@@ -200,7 +241,9 @@ class MemoryFabric:
         transfer = MemoryTransfer(target, ours, theirs, num_bytes, trio.current_time())
         self._running[transfer] = None
         fate = self._world._draw()
-        on_wire_s = num_bytes / self._world._bytes_per_s if self._world._bytes_per_s else 0.0
+        weigh = self._world.weigh
+        weight = num_bytes if weigh is None else weigh(self, transfer)
+        on_wire_s = weight / self._world._bytes_per_s if self._world._bytes_per_s else 0.0
         self._wire_free_at = max(self._wire_free_at, transfer.begun) + on_wire_s
         arrival = self._wire_free_at + self._world._latency_s + fate.extra_s
         self._nursery.start_soon(self._carry, transfer, fate, arrival)
@@ -250,7 +293,10 @@ class MemoryFabric:
             return
         # A transfer that was forgotten meanwhile writes all the same: nothing can stop it.
         if fate.lands:
-            self._copy(transfer)
+            self._copy(transfer, fate.flip_at)
+        if fate.twice_s is not None and fate.lands:
+            await self._sleep_until(trio.current_time() + fate.twice_s)
+            self._copy(transfer, fate.flip_at)
         self._settle(transfer, "the wire failed" if fate.fails else None)
         if fate.late_s is not None:
             await self._sleep_until(trio.current_time() + fate.late_s)
@@ -261,17 +307,22 @@ class MemoryFabric:
         if self.stopped_until > trio.current_time():
             await trio.sleep_until(self.stopped_until)
 
-    def _copy(self, transfer: MemoryTransfer) -> None:
+    def _copy(self, transfer: MemoryTransfer, flip_at: float | None = None) -> None:
         peer = self._world._lives.get(transfer.target.name)
         if peer is None or self.name in peer._severed:
             return
         assert self._table is not None and peer._table is not None
+        self._world.landing = transfer
         if self._world.on_landing is not None:
             self._world.on_landing(self.name, peer.name, transfer.theirs.tolist())
         source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
         sizes = self._table.sizes(transfer.ours)
         for row in np.stack([target, source, sizes], axis=1).tolist():
             ctypes.memmove(*row)
+        if flip_at is not None:
+            block, offset = divmod(flip_at * sizes.size, 1.0)
+            byte = ctypes.c_ubyte.from_address(int(target[int(block)]) + int(offset * int(sizes[int(block)])))
+            byte.value ^= 0x10
 
     def _settle(self, transfer: MemoryTransfer, failure: str | None) -> None:
         if transfer.done.is_set():

@@ -22,9 +22,13 @@ PROTOCOL_VERSION = 1
 
 U31 = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 U53 = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Crc32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 TEXT_LIMIT = 4096
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+
+Figure = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""A measured or reckoned number: finite."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-text or stop id was sampled (it is the last id emitted). `length`: max_tokens reached."""
@@ -148,7 +152,7 @@ class RequestFinished(Message, frozen=True):
 
 FailureCode = Literal[
     "cancelled", "bad_request", "too_long", "queue_full", "draining", "rank_lost", "transfer_failed", "device_failed",
-    "timeout",
+    "timeout", "kv_corrupt",
 ]
 
 
@@ -188,8 +192,20 @@ class RankStarting(Message, frozen=True):
     unit: Name
 
 
+class PartInfo(Message, frozen=True):
+    """A part of the model whose experts have slots on this rank. All slots of a part have one size."""
+
+    name: Literal["main", "draft"]
+    layers: U31
+    experts: U31
+    """Of each layer."""
+    slots: U31
+    slot_bytes: U53
+
+
 class RankReady(Message, frozen=True):
-    """It can take requests. `address` is where a decode rank listens for prefill ranks (empty on prefill ranks)."""
+    """It can take requests; a rank of a group can once it has joined. `address` is where a decode rank listens for
+    prefill ranks (empty on prefill ranks). Blob: its fabric's description if it has a group, else empty."""
 
     rank: U31
     generation: U31
@@ -201,6 +217,9 @@ class RankReady(Message, frozen=True):
     slab_bytes: U53
     fabric: Name
     device: Name
+    mesh_address: Name = ""
+    """Where a rank of a group meets the others for their exchanges; empty for a group of one."""
+    parts: Annotated[tuple[PartInfo, ...], msgspec.Meta(max_length=2)] = ()
 
 
 class PeerUp(Message, frozen=True):
@@ -294,6 +313,8 @@ class RankSnapshot(Message, frozen=True):
     step_us_sum: U53 = 0
     """All finished steps of this life added up; with `step` and `device_us_sum` it gives means over any stretch."""
     device_us_sum: U53 = 0
+    corrupt_pushes: U53 = 0
+    """Decode rank: pushes whose bytes did not have the checksum that their writer told."""
 
 
 class WriterOverdue(Message, frozen=True):
@@ -348,6 +369,9 @@ class PagesPushed(Message, frozen=True):
     first: U31
     count: U31
     num_bytes: U53
+    checksum: Crc32 | None = None
+    """With `checksum_pushes`: CRC-32 over the blocks that this write read, pages in order and then, in the prompt's
+    last write, the slab."""
 
 
 class PrefillCommitted(Message, frozen=True):
@@ -378,7 +402,204 @@ class GrantRevoked(Message, frozen=True):
     epoch: U53
 
 
-# ---------------------------------------------------------------- operators (status, down) <-> head
+# ---------------------------------------------------------------- groups and their experts: head <-> rank
+
+Part = Literal["main", "draft"]
+
+
+class Member(Message, frozen=True):
+    """One place of a group. `generation` 0 and an empty address: its rank is lost. `description_bytes`: length of its
+    fabric's description in the blob."""
+
+    rank: U31
+    generation: U31
+    mesh_address: Name
+    description_bytes: U31
+
+
+class PartTable(Message, frozen=True):
+    """A part's placement in the blob: int32[places, slots], `layer * experts + expert` or -1. `epoch`: in force."""
+
+    part: Part
+    epoch: U53
+    layers: U31
+    experts: U31
+    slots: U31
+
+
+class NameGroup(Message, frozen=True):
+    """Head to rank: prepare to step with these members: have the experts of your row in your slots. Answered by
+    GroupPrepared. Blob: each part's table, then each member's fabric description."""
+
+    membership: U31
+    """Counts up within the head's life; a greater one replaces every one before."""
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=1024)]
+    """All places of the group in order, lost ones included."""
+    parts: Annotated[tuple[PartTable, ...], msgspec.Meta(max_length=2)]
+
+
+class GroupPrepared(Message, frozen=True):
+    """Rank to head: the experts are in place; it can join."""
+
+    rank: U31
+    generation: U31
+    membership: U31
+
+
+class JoinGroup(Message, frozen=True):
+    """Head to rank: all members are prepared: step with them from the step on that the pact agrees on."""
+
+    membership: U31
+
+
+class GroupJoined(Message, frozen=True):
+    """Rank to head: its first step with these members was awaited."""
+
+    rank: U31
+    generation: U31
+    membership: U31
+
+
+class AskWake(Message, frozen=True):
+    """Rank to head: the group parked at `step` of `membership`, and there is something to do here."""
+
+    membership: U31
+    step: U53
+
+
+class WakeGroup(Message, frozen=True):
+    """Head to every rank of the group: steps go on after the park at `step` of `membership`."""
+
+    membership: U31
+    step: U53
+
+
+class PeerAccused(Message, frozen=True):
+    """Rank to head: a member did not answer in an exchange within its limit. `rank` is the accused."""
+
+    rank: U31
+    generation: U31
+    membership: U31
+    step: U53
+    why: Text
+
+
+class ExpertLoads(Message, frozen=True):
+    """Rank to head: rows that its gates sent to each expert since the last of these. Blob: int32[layers, experts]."""
+
+    part: Part
+    steps: U53
+    """Steps in which they were counted, idle ones left out."""
+    pairs: U53
+    """(row, expert) pairs that this rank computed, for whichever rank's rows."""
+    expert_us: U53
+    """What computing them took, microseconds."""
+    layers: U31
+    experts: U31
+
+
+class PrepareEpoch(Message, frozen=True):
+    """Head to rank: an epoch's stage. Blob: int32[places, slots], the table once it is active; then int32[copies, 6]:
+    layer, expert, source place, source slot, target place, target slot; then int32[released, 2]: place, slot."""
+
+    part: Part
+    epoch: U53
+    layers: U31
+    experts: U31
+    places: U31
+    slots: U31
+    copies: U31
+    released: U31
+    step_bytes: U53
+    """Each source may send so many bytes per step."""
+
+
+class HoldCopies(Message, frozen=True):
+    """Head to rank: start no more copies of this epoch."""
+
+    part: Part
+    epoch: U53
+
+
+class ReleaseCopies(Message, frozen=True):
+    """Head to rank: the reverse of HoldCopies."""
+
+    part: Part
+    epoch: U53
+
+
+class WithdrawEpoch(Message, frozen=True):
+    """Head to rank: do not become ready for it, or take your word back. Answered by EpochWithdrawn or EpochFlipped."""
+
+    part: Part
+    epoch: U53
+
+
+class AdoptEpoch(Message, frozen=True):
+    """Head to rank: it became active on another rank before the group lost one; the next membership starts with it."""
+
+    part: Part
+    epoch: U53
+
+
+class BurnEpoch(Message, frozen=True):
+    """Head to rank: nobody is ready for it, or will be: empty its slots. Answered by EpochReclaimed."""
+
+    part: Part
+    epoch: U53
+
+
+class SlotsCopied(Message, frozen=True):
+    """Source to head, head to target: these slots of `place` have their weights. Blob: int32[count] slots."""
+
+    part: Part
+    epoch: U53
+    place: U31
+    count: U31
+    num_bytes: U53
+    transfer_us: U53
+    """Time of the writes added up; 0 to a target."""
+
+
+class CopyFailed(Message, frozen=True):
+    """Source to head: a copy of this epoch can not be carried out. The migration is given up."""
+
+    part: Part
+    epoch: U53
+    why: Text
+
+
+class EpochReady(Message, frozen=True):
+    """Rank to head: all copies to it are complete and visible, and its ready word says so."""
+
+    part: Part
+    epoch: U53
+
+
+class EpochFlipped(Message, frozen=True):
+    """Rank to head: it awaited a step in which the epoch was active: `step` of `membership`."""
+
+    part: Part
+    epoch: U53
+    membership: U31
+    step: U53
+
+
+class EpochWithdrawn(Message, frozen=True):
+    """Rank to head: it is not ready for the epoch and never will be."""
+
+    part: Part
+    epoch: U53
+
+
+class EpochReclaimed(Message, frozen=True):
+    """Rank to head: the slots that the epoch (or its burning) releases are empty, and no queued step names them."""
+
+    part: Part
+    epoch: U53
+
+
+# ---------------------------------------------------------------- operators (status, down, rebalance) <-> head
 
 
 class AskStatus(Message, frozen=True):
@@ -386,7 +607,8 @@ class AskStatus(Message, frozen=True):
 
 
 class RankStatus(Message, frozen=True):
-    """One rank as the head sees it. `state`: starting, ready, draining, lost, restarting."""
+    """One rank as the head sees it. `state`: starting, joining, ready, draining, lost, restarting. A rank of a
+    group is joining until its group steps with it."""
 
     rank: U31
     role: Role
@@ -417,6 +639,8 @@ class StatusReport(Message, frozen=True):
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(max_length=4096)]
     cancelled: U53 = 0
     """Ended by their clients, as at a stop string; not among `failed`."""
+    degraded: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()
+    """It serves, but not as it should: one sentence each (a group without a member, a balancer without progress)."""
 
 
 class Shutdown(Message, frozen=True):
@@ -430,6 +654,136 @@ class ShutdownAccepted(Message, frozen=True):
     """The head stops taking requests now."""
 
     running: U31
+
+
+class AskExperts(Message, frozen=True):
+    """Reads only. Answered by ExpertsReport."""
+
+
+class SkewFigures(Message, frozen=True):
+    """The three figures of skew (see the glossary), and the worst layer with its fullest rank."""
+
+    max_over_mean: Figure
+    """Of the layers' sums: sum of maxima / sum of means; 1 is even."""
+    imbalance: Figure
+    lost_us_per_step: Figure
+    layer: U31
+    rank: U31
+
+
+class PlanFigures(Message, frozen=True):
+    """A plan and its bill. `plan` 0: none."""
+
+    plan: U31
+    age_ms: U53
+    pays: bool
+    reason: Text
+    before: SkewFigures
+    after: SkewFigures
+    moved_slots: U31
+    moved_bytes: U53
+    far_slots: U31
+    saved_us_per_step: Figure
+    gain_us: Figure
+    cost_us: Figure
+    stages: U31
+    is_rollback: bool = False
+
+
+class PastRebalance(Message, frozen=True):
+    """One line of the history. `realised` is the drop of max/mean that came, as a share of the predicted one; -1 where
+    it can not be said (yet)."""
+
+    plan: U31
+    ended_ago_ms: U53
+    result: Literal["applied", "skipped", "failed", "rolled_back", "running"]
+    reason: Text
+    by: Name
+    before: Figure
+    predicted: Figure
+    after: Figure
+    realised: Figure
+    moved_slots: U31
+    moved_bytes: U53
+    took_ms: U53
+
+
+REBALANCE_BOUNDS_MS = (100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000, 300_000)
+"""Upper bounds of the histogram of re-placements by their length."""
+
+
+class PartReport(Message, frozen=True):
+    """The experts of one part of one group. `ranks`: all places in order, lost ones included; `slots` and `empty_slots`
+    are of all of them together."""
+
+    pool: Role
+    group: U31
+    part: Part
+    ranks: Annotated[tuple[U31, ...], msgspec.Meta(max_length=1024)]
+    layers: U31
+    experts: U31
+    slots: U31
+    empty_slots: U31
+    slot_bytes: U53
+    mode: Literal["off", "manual", "auto"]
+    state: Literal["forming", "idle", "planning", "moving", "paused", "withdrawing", "incomplete"]
+    membership: U31
+    epoch: U53
+    steps: U53
+    """Steps that the load window has seen."""
+    skew: SkewFigures
+    plan: PlanFigures
+    copied_slots: U31
+    """Of the running migration."""
+    total_slots: U31
+    progress_age_ms: U53
+    """Since the balancer last got somewhere, while it has something to do; 0 otherwise."""
+    lost_us_total: Figure
+    """Expert time lost to skew since the head started, microseconds."""
+    history: Annotated[tuple[PastRebalance, ...], msgspec.Meta(max_length=64)]
+    """The one that runs is among them, with the result `running` and `ended_ago_ms` 0."""
+    applied: U53 = 0
+    """Re-placements that ended so since the head started; the same words as `PastRebalance.result`."""
+    skipped: U53 = 0
+    failed: U53 = 0
+    rolled_back: U53 = 0
+    moved_slots_total: U53 = 0
+    """Of all re-placements since the head started, the running one included: what arrived."""
+    moved_bytes_total: U53 = 0
+    took_ms_total: U53 = 0
+    """Of all that moved something and have ended, added up."""
+    took_counts: Annotated[tuple[U53, ...], msgspec.Meta(max_length=16)] = ()
+    """How many of these took at most each of `REBALANCE_BOUNDS_MS` and more than the one before; the last: longer than
+    all. Empty: none has ended."""
+
+
+class ExpertsReport(Message, frozen=True):
+    """All parts of all groups with more than one rank."""
+
+    parts: Annotated[tuple[PartReport, ...], msgspec.Meta(max_length=1024)]
+
+
+class Rebalance(Message, frozen=True):
+    """Admin socket only: an operator's act on one part of one group. `plan` changes nothing. Answered by
+    RebalanceAnswer or Refused."""
+
+    action: Literal["plan", "apply", "rollback", "pause", "resume", "abort", "mode"]
+    pool: Role
+    group: U31
+    part: Part
+    plan: U31
+    """For apply: which one; 0 plans anew and applies that."""
+    mode: Literal["", "off", "manual", "auto"]
+    user: Name
+    host: Name
+    reason: Text
+
+
+class RebalanceAnswer(Message, frozen=True):
+    """What was done, in words, and the part as it is now."""
+
+    done: Text
+    report: PartReport
 
 
 class Refused(Message, frozen=True):
@@ -471,6 +825,30 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     62: Shutdown,
     63: ShutdownAccepted,
     64: Refused,
+    65: AskExperts,
+    66: ExpertsReport,
+    67: Rebalance,
+    68: RebalanceAnswer,
+    70: NameGroup,
+    71: GroupPrepared,
+    72: JoinGroup,
+    73: GroupJoined,
+    74: AskWake,
+    75: WakeGroup,
+    76: PeerAccused,
+    77: ExpertLoads,
+    80: PrepareEpoch,
+    81: HoldCopies,
+    82: ReleaseCopies,
+    83: WithdrawEpoch,
+    84: AdoptEpoch,
+    85: BurnEpoch,
+    86: SlotsCopied,
+    87: CopyFailed,
+    88: EpochReady,
+    89: EpochFlipped,
+    90: EpochWithdrawn,
+    91: EpochReclaimed,
 }
 MESSAGE_TO_KIND: dict[type[Message], int] = {message: kind for kind, message in KIND_TO_MESSAGE.items()}
 
@@ -483,10 +861,19 @@ HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
     {
         *(RankHello, RankStarting, RankReady, RankSnapshot, WriterOverdue),
         *(RequestStarted, TokensEmitted, RequestFinished, RequestFailed, RequestAborted),
+        *(GroupPrepared, GroupJoined, AskWake, PeerAccused, ExpertLoads),
+        *(SlotsCopied, CopyFailed, EpochReady, EpochFlipped, EpochWithdrawn, EpochReclaimed),
     }
 )
-RANK_FROM_HEAD: frozenset[type[Message]] = frozenset({PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain})
+RANK_FROM_HEAD: frozenset[type[Message]] = frozenset(
+    {
+        *(PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain, NameGroup, JoinGroup, WakeGroup),
+        *(PrepareEpoch, HoldCopies, ReleaseCopies, WithdrawEpoch, AdoptEpoch, BurnEpoch, SlotsCopied),
+    }
+)
 DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})
 PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
-HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset({AskStatus, Shutdown})
-OPERATOR_FROM_HEAD: frozenset[type[Message]] = frozenset({StatusReport, ShutdownAccepted, Refused})
+HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset({AskStatus, Shutdown, AskExperts, Rebalance})
+OPERATOR_FROM_HEAD: frozenset[type[Message]] = frozenset(
+    {StatusReport, ShutdownAccepted, Refused, ExpertsReport, RebalanceAnswer}
+)

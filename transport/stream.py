@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import errno
 import inspect
+import math
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -192,6 +193,13 @@ class FrameStream:
             shield.deadline = min(shield.deadline, trio.current_time() + self._grace_s)
 
     async def _write(self) -> None:
+        # One scope for all writes, whose deadline moves: a scope for each would cost more than most writes.
+        with trio.CancelScope() as stall:
+            await self._write_queued(stall)
+        if stall.cancelled_caught:
+            self._break(f"does not read: nothing sent for {self._stall_s} s")
+
+    async def _write_queued(self, stall: trio.CancelScope) -> None:
         while self._broken is None:
             if not self._out:
                 if self._closing:
@@ -200,20 +208,18 @@ class FrameStream:
                 await self._work.wait()
                 continue
             batch = self._gather()
-            with trio.move_on_after(self._stall_s) as stall:
-                try:
-                    if self._socket is not None:
-                        sent = await self._socket.sendmsg(batch)
-                    else:
-                        data = batch[0] if len(batch) == 1 else b"".join(batch)
-                        await self._stream.send_all(data)
-                        sent = len(data)
-                except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                    self._break(_why(error))
-                    return
-            if stall.cancelled_caught:
-                self._break(f"does not read: nothing sent for {self._stall_s} s")
+            stall.deadline = trio.current_time() + self._stall_s
+            try:
+                if self._socket is not None:
+                    sent = await self._socket.sendmsg(batch)
+                else:
+                    data = batch[0] if len(batch) == 1 else b"".join(batch)
+                    await self._stream.send_all(data)
+                    sent = len(data)
+            except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                self._break(_why(error))
                 return
+            stall.deadline = math.inf
             self._drop_sent(sent)
 
     def _gather(self) -> list[memoryview]:

@@ -41,6 +41,11 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.PagesGranted: 1 << 20,
     messages.PeerHello: 64 << 10,
     messages.PeerWelcome: 64 << 10,
+    messages.RankReady: 64 << 10,
+    messages.NameGroup: 16 << 20,
+    messages.PrepareEpoch: 16 << 20,
+    messages.SlotsCopied: 1 << 20,
+    messages.ExpertLoads: 1 << 20,
 }
 """Blob bytes by message; a message that is not here has no blob."""
 _INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill})
@@ -135,6 +140,15 @@ def _check_blob(message: Message, blob_len: int) -> str | None:
         expected = 20 * message.num_rows + 4 * message.num_tokens
     elif isinstance(message, messages.PagesGranted):
         expected = 4 * message.num_pages
+    elif isinstance(message, messages.SlotsCopied):
+        expected = 4 * message.count
+    elif isinstance(message, messages.ExpertLoads):
+        expected = 4 * message.layers * message.experts
+    elif isinstance(message, messages.PrepareEpoch):
+        expected = 4 * (message.places * message.slots + 6 * message.copies + 2 * message.released)
+    elif isinstance(message, messages.NameGroup):
+        tables = sum(len(message.members) * part.slots for part in message.parts)
+        expected = 4 * tables + sum(member.description_bytes for member in message.members)
     else:
         return None
     if blob_len != expected:

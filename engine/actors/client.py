@@ -15,6 +15,7 @@ import array
 import collections
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 import trio
@@ -78,8 +79,8 @@ class Row:
 class RequestSink(Protocol):
     """Whoever is told what becomes of rows. Called from the reading task; must not block."""
 
-    def tokens_came(self, row: Row, count: int) -> None:
-        """The last `count` ids of `row.generated` are new."""
+    def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """The last `counts[i]` ids of `rows[i].generated` are new. What comes together is told together."""
         ...
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:
@@ -107,6 +108,10 @@ class HeadClient:
         self._rows: dict[int, Row] = {}
         self._numbers = 0
         self._cancels: collections.deque[int] = collections.deque()
+        # Tokens that the sink has not heard of yet: rows, how many for each, and numbers of the rows' requests.
+        self._came: list[Row] = []
+        self._amounts: list[int] = []
+        self._told: set[int] = set()
 
     @property
     def num_unfinished(self) -> int:
@@ -182,33 +187,41 @@ class HeadClient:
         self._frames.close()
 
     def handle(self, batch: list[Frame]) -> None:
-        """Takes a batch of frames from the head, in order."""
+        """Takes a batch of frames from the head, in order. The sink hears of tokens once for many frames."""
         self.flush()
-        for frame in batch:
-            match frame.message:
-                case messages.TokensEmitted() as fact:
-                    self._take_tokens(fact, frame.blob)
-                case RequestStarted() as fact:
-                    row = self._find_row(fact.request, fact.attempt)
-                    if row is not None:
-                        row.started = fact
-                case RequestFinished() as fact:
-                    row = self._take_row(fact.request, fact.attempt)
-                    if row is not None:
-                        if fact.completion_tokens != len(row.generated):
-                            raise RemoteProtocolError(
-                                f"request {fact.request} finished with {fact.completion_tokens} tokens,"
-                                f" but {len(row.generated)} came"
-                            )
-                        self._sink.row_finished(row, fact)
-                case RequestFailed() as fact:
-                    row = self._take_row(fact.request, fact.attempt)
-                    if row is not None:
-                        self._sink.row_failed(row, fact)
-                case messages.Refused() as fact:
-                    raise ClientRefused(f"the head refused this client: {fact.message}")
-                case other:
-                    raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
+        try:
+            for frame in batch:
+                if not isinstance(frame.message, messages.TokensEmitted):
+                    self._tell_tokens()
+                self._take(frame)
+        finally:
+            self._tell_tokens()
+
+    def _take(self, frame: Frame) -> None:
+        match frame.message:
+            case messages.TokensEmitted() as fact:
+                self._take_tokens(fact, frame.blob)
+            case RequestStarted() as fact:
+                row = self._find_row(fact.request, fact.attempt)
+                if row is not None:
+                    row.started = fact
+            case RequestFinished() as fact:
+                row = self._take_row(fact.request, fact.attempt)
+                if row is not None:
+                    if fact.completion_tokens != len(row.generated):
+                        raise RemoteProtocolError(
+                            f"request {fact.request} finished with {fact.completion_tokens} tokens,"
+                            f" but {len(row.generated)} came"
+                        )
+                    self._sink.row_finished(row, fact)
+            case RequestFailed() as fact:
+                row = self._take_row(fact.request, fact.attempt)
+                if row is not None:
+                    self._sink.row_failed(row, fact)
+            case messages.Refused() as fact:
+                raise ClientRefused(f"the head refused this client: {fact.message}")
+            case other:
+                raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
 
     def _take_row(self, request: int, attempt: int) -> Row | None:
         row = self._find_row(request, attempt)
@@ -235,31 +248,47 @@ class HeadClient:
             raise RemoteProtocolError(
                 f"TokensEmitted of {rows} rows and {tokens} tokens has {blob.nbytes} bytes of blob"
             )
-        requests = blob[: 8 * rows].cast("q")
-        attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i") for at in (8, 12, 16))
-        ids = blob[20 * rows :].cast("i")
-        if sum(counts) != tokens or any(count < 0 for count in counts):
+        requests = blob[: 8 * rows].cast("q").tolist()
+        attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i").tolist() for at in (8, 12, 16))
+        ids = blob[20 * rows :].cast("i").tolist()
+        if sum(counts) != tokens or min(counts, default=0) < 0:
             raise RemoteProtocolError(f"TokensEmitted says {tokens} tokens, its rows say {sum(counts)}")
-        now = trio.current_time()
+        if not self._told.isdisjoint(requests):
+            self._tell_tokens()  # a row is in one telling once
+        self._told.update(requests)
+        now, find, came, amounts = trio.current_time(), self._rows.get, self._came, self._amounts
         place = 0
         for request, attempt, index, count in zip(requests, attempts, indexes, counts, strict=True):
             first, place = place, place + count
-            row = self._rows.get(request)
+            row = find(request)
             if row is None:
                 self._check_issued(request)
                 continue
+            generated, started = row.generated, row.started
             if attempt != row.attempt:
                 raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, tokens say {attempt}")
-            if row.started is None or row.started.attempt != attempt:
+            if started is None or started.attempt != attempt:
                 raise RemoteProtocolError(f"request {request}: tokens came before its start")
-            if index != len(row.generated):
+            if index != len(generated):
                 raise RemoteProtocolError(
-                    f"request {request}: token {index} came where token {len(row.generated)} was next"
+                    f"request {request}: token {index} came where token {len(generated)} was next"
                 )
-            row.generated.frombytes(ids[first:place].cast("B"))
-            row.first_token_at = row.first_token_at or now
+            if count == 1:
+                generated.append(ids[first])
+            else:
+                generated.extend(ids[first:place])
+            if not row.first_token_at:
+                row.first_token_at = now
             row.last_token_at = now
-            self._sink.tokens_came(row, count)
+            came.append(row)
+            amounts.append(count)
+
+    def _tell_tokens(self) -> None:
+        rows, counts = self._came, self._amounts
+        self._came, self._amounts = [], []
+        self._told.clear()
+        if rows:
+            self._sink.tokens_came(rows, counts)
 
 
 async def run_head_client(

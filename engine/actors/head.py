@@ -18,22 +18,41 @@ from typing import Any, TypeVar
 import trio
 
 from engine.actors.accept import ClientLimits, run_clients
+from engine.actors.balancer import BalanceLimits, Balancer, MakePlan
 from engine.actors.processes import RankProcess
 from engine.actors.router import Router, RouterLimits, run_deadlines
 from engine.actors.supervisor import Supervisor, SupervisorLimits
 from engine.config import ClusterConfig
 from engine.errors import EngineError
 from engine.log import log_event
-from transport.messages import PROTOCOL_VERSION, HeadHello, Shutdown, StatusReport
+from transport.messages import (
+    PROTOCOL_VERSION,
+    ExpertsReport,
+    HeadHello,
+    Rebalance,
+    RebalanceAnswer,
+    Refused,
+    Shutdown,
+    StatusReport,
+)
 
 logger = logging.getLogger("engine.head")
 
 T = TypeVar("T")
 
+Act = Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]]
+
 ServeOperators = Callable[
-    [trio.abc.Listener[trio.SocketStream], Callable[[], StatusReport], Callable[[Shutdown], int] | None],
+    [
+        trio.abc.Listener[trio.SocketStream],
+        Callable[[], StatusReport],
+        Callable[[], ExpertsReport],
+        Callable[[Shutdown], int] | None,
+        Act | None,
+    ],
     Awaitable[None],
 ]
+"""Listener, answers to AskStatus and AskExperts, and what Shutdown and Rebalance do: None where one may only read."""
 
 
 class NotReady(EngineError):
@@ -48,6 +67,7 @@ class HeadPorts:
         requests, read, admin: listening sockets; the head closes them.
         serve_operators: serves one of the operators' sockets.
         spawn: starts the process of (rank, generation).
+        plan: plans a placement of experts, not in this loop: it takes a core for a while.
         signals: yields for every request to stop from the terminal or the system.
         parent_gone: returns when whoever started this head for himself is gone; None if nobody did.
         pid: of this process.
@@ -58,6 +78,7 @@ class HeadPorts:
     admin: trio.abc.Listener[trio.SocketStream]
     serve_operators: ServeOperators
     spawn: Callable[[int, int], RankProcess]
+    plan: MakePlan
     signals: AsyncIterator[int]
     parent_gone: Callable[[], Awaitable[None]] | None
     pid: int
@@ -92,7 +113,13 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
     """
     limits = config.limits
     router = Router(_pick(RouterLimits, limits, vocab_size=config.vocab_size, max_model_tokens=config.max_model_tokens))
-    supervisor = Supervisor(config.roles, ports.spawn, router, _pick(SupervisorLimits, limits), config.digest)
+    balancer = Balancer(
+        {"prefill": config.prefill, "decode": config.decode},
+        (config.experts_main, config.experts_draft),
+        ports.plan,
+        _pick(BalanceLimits, limits),
+    )
+    supervisor = Supervisor(config.roles, ports.spawn, router, _pick(SupervisorLimits, limits), config.digest, balancer)
     stop = _Stop()
     started_at = trio.current_time()
 
@@ -114,6 +141,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             failed=router.num_failed,
             cancelled=router.num_cancelled,
             ranks=supervisor.rank_statuses(),
+            degraded=balancer.degraded(),
         )
 
     def shutdown(message: Shutdown) -> int:
@@ -150,10 +178,11 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         max_inflight=limits.client_inflight,
     )
     async with ports.requests, ports.read, ports.admin, trio.open_nursery() as operators:
-        operators.start_soon(ports.serve_operators, ports.read, report, None)
-        operators.start_soon(ports.serve_operators, ports.admin, report, shutdown)
+        operators.start_soon(ports.serve_operators, ports.read, report, balancer.report, None, None)
+        operators.start_soon(ports.serve_operators, ports.admin, report, balancer.report, shutdown, balancer.act)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervisor.run)
+            nursery.start_soon(balancer.run)
             nursery.start_soon(run_clients, ports.requests, router, hello, _pick(ClientLimits, limits))
             nursery.start_soon(run_deadlines, router, limits.abort_s / 8)
             nursery.start_soon(watch_signals)

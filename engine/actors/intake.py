@@ -8,14 +8,16 @@ since each is bounded by what was started.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
 
+from engine.core.effects import StartCopy
 from engine.core.plan import StepResult
 from engine.core.prefill import PushFailure
 from engine.core.request import RequestKey
-from engine.errors import DeviceError
+from engine.errors import DeviceError, GroupBroken
 from transport.fabric import TransferReport
 from transport.messages import Message, PeerDown, PeerUp
 from transport.stream import FrameStream, run_link
@@ -61,10 +63,13 @@ class Unreachable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PushDone:
+    """`checksum`: of the blocks that it read; None where nobody asks for it."""
+
     key: RequestKey
     first: int
     count: int
     report: TransferReport
+    checksum: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +77,14 @@ class PushFailed:
     key: RequestKey
     why: str
     how: PushFailure
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagesRead:
+    """The checksums that a ReadBack asked for, in its order."""
+
+    key: RequestKey
+    checksums: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +97,54 @@ class DeviceFailed:
     error: DeviceError
 
 
-Fact = HeadFrame | PeerFrame | LinkUp | LinkLost | Unreachable | PushDone | PushFailed | StepDone | DeviceFailed
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupLost:
+    """The device lost a member of the group; the step in which it did will be run again."""
+
+    error: GroupBroken
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupReady:
+    """The device holds what the membership with that number asks for."""
+
+    membership: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyDone:
+    """The slot's weights are in the member's slot."""
+
+    order: StartCopy
+    num_bytes: int
+    transfer_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """`never_ran`: no byte of it was or will be written."""
+
+    order: StartCopy
+    why: str
+    never_ran: bool
+
+
+Fact = (
+    HeadFrame
+    | PeerFrame
+    | LinkUp
+    | LinkLost
+    | Unreachable
+    | PushDone
+    | PushFailed
+    | PagesRead
+    | StepDone
+    | DeviceFailed
+    | GroupLost
+    | GroupReady
+    | CopyDone
+    | CopyFailed
+)
 
 
 class Inbox:
@@ -95,6 +155,7 @@ class Inbox:
         self._capacity = capacity
         self._news = trio.lowlevel.ParkingLot()
         self._room = trio.lowlevel.ParkingLot()
+        self._alarm = trio.CancelScope()
 
     def put(self, fact: Fact) -> None:
         """Adds a fact that this process made itself; never waits."""
@@ -113,10 +174,20 @@ class Inbox:
         self._room.unpark_all()
         return facts
 
-    async def wait(self) -> None:
-        """Until there is a fact to take."""
+    async def wait(self, due: float = math.inf) -> None:
+        """Until there is a fact to take, or the alarm rings at the trio time `due`."""
+        if self._alarm.deadline != due:
+            self._alarm.deadline = due
         if not self._facts:
             await self._news.park()
+
+    async def run_alarm(self) -> None:
+        """Rings when it is time. A task of its own: a cancel scope for each `wait` would cost more than the wait."""
+        while True:
+            with self._alarm:
+                await trio.sleep_forever()
+            self._alarm = trio.CancelScope()
+            self._news.unpark_all()
 
 
 async def run_head(head: FrameStream, inbox: Inbox, tell_pairs: Callable[[PeerUp | PeerDown], Awaitable[None]]) -> None:

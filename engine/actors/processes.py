@@ -67,11 +67,11 @@ class Row:
             self.why = why
         self.scope.cancel()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message, blob: bytes = b"") -> None:
         if self.link is None:
             return
         try:
-            self.link.post(message)
+            self.link.post(message, blob)
         except (Overflow, PeerGone) as error:
             self.end(f"does not take commands: {error}")
 

@@ -12,6 +12,7 @@ from engine.actors.intake import Inbox, PushDone, PushFailed
 from engine.actors.links import Link, Links
 from engine.core.effects import StartPush
 from engine.errors import FabricError
+from engine.ports import Device
 from transport.fabric import Fabric, Transfer
 
 
@@ -23,6 +24,7 @@ async def run_push(
     *,
     num_pages: int,
     transfer_s: float,
+    reader: Device | None = None,
 ) -> None:
     """Carries out orders in order, each in a task of its own once it is posted.
 
@@ -31,6 +33,7 @@ async def run_push(
     Args:
         num_pages: pages of this rank: slab s is block `num_pages + s` of its block table.
         transfer_s: after so long a transfer counts as overdue.
+        reader: computes a checksum of what each push reads, while it runs; None for no checksums.
     """
     async with trio.open_nursery() as nursery:
         async for order in orders:
@@ -48,12 +51,22 @@ async def run_push(
                 inbox.put(PushFailed(order.key, str(error), "void"))
                 continue
             link.count_push(+1)
-            nursery.start_soon(_wait, order, transfer, link, fabric, inbox, transfer_s)
+            nursery.start_soon(_wait, order, transfer, link, fabric, inbox, transfer_s, reader)
 
 
 async def _wait(
-    order: StartPush, transfer: Transfer, link: Link, fabric: Fabric, inbox: Inbox, transfer_s: float
+    order: StartPush,
+    transfer: Transfer,
+    link: Link,
+    fabric: Fabric,
+    inbox: Inbox,
+    transfer_s: float,
+    reader: Device | None,
 ) -> None:
+    checksum = None
+    if reader is not None:
+        # Before anything is said of the push: until then these blocks keep their owner, so they are what it reads.
+        (checksum,) = await reader.checksums([(order.pages, -1 if order.slabs is None else order.slabs[0])])
     try:
         with trio.move_on_after(transfer_s) as overdue:
             report = await fabric.wait(transfer)
@@ -64,6 +77,6 @@ async def _wait(
     except FabricError as error:
         inbox.put(PushFailed(order.key, str(error), "failed"))
     else:
-        inbox.put(PushDone(order.key, order.first, order.count, report))
+        inbox.put(PushDone(order.key, order.first, order.count, report, checksum))
     # Only now: whoever waits for quiet forgets the target, and the end must be told before that.
     link.count_push(-1)

@@ -13,19 +13,24 @@ from contextlib import contextmanager
 
 import trio
 
+from engine.actors.copies import Members, run_copies
 from engine.actors.intake import Inbox, run_head
 from engine.actors.links import Links
+from engine.actors.lockstep import Lockstep, Preparing, run_loads, run_prepare
 from engine.actors.pair import Callers, PairSettings, run_dialler, serve_pairs
 from engine.actors.push import run_push
-from engine.actors.report import run_lag, run_report
-from engine.actors.step import QUEUED_STEPS, Garbage, Side, run_step, run_waiter
+from engine.actors.report import UNREAD_BYTES, run_lag, run_report
+from engine.actors.step import Garbage, Side, Tickets, run_step, run_waiter
+from engine.actors.verify import run_verify
 from engine.core.decode import DecodeSide
-from engine.core.effects import StartPush
+from engine.core.effects import ReadBack, StartCopy, StartPush
+from engine.core.experts import ExpertSide
 from engine.core.prefill import PrefillSide
 from engine.core.schedule import SideSizes, StepLimits
+from engine.core.switch import COPIES_RUNNING
 from engine.core.telemetry import Meters
 from engine.errors import ConfigError, EngineError, PeerGone
-from engine.ports import Device, DeviceInfo, RankIdentity, RankPorts, Ticket
+from engine.ports import Device, DeviceInfo, RankIdentity, RankPorts
 from transport.fabric import Fabric
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -61,7 +66,7 @@ async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
         stall_s=limits.link_stall_s,
         name="head",
     )
-    inbox, callers = Inbox(), Callers()
+    inbox, callers, members = Inbox(), Callers(), Members(identity.rank)
     send_order, orders = trio.open_memory_channel[PeerUp | PeerDown](PEER_ORDERS)
     failure: EngineError | None = None
     config = identity.config
@@ -77,10 +82,15 @@ async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
     async with head, send_order, orders:
         async with trio.open_nursery() as nursery:
 
+            async def tell_pairs(message: PeerUp | PeerDown) -> None:
+                if isinstance(message, PeerDown):
+                    await members.bury(message)
+                await (send_order.send if config.role == "prefill" else callers.bury)(message)
+
             async def listen() -> None:
                 nonlocal failure
                 try:
-                    await run_head(head, inbox, send_order.send if config.role == "prefill" else callers.bury)
+                    await run_head(head, inbox, tell_pairs)
                 except EngineError as error:
                     failure = failure or error
                 nursery.cancel_scope.cancel()
@@ -88,7 +98,7 @@ async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
             async def serve() -> None:
                 nonlocal failure
                 try:
-                    await _serve(ports, identity, head, inbox, callers, orders)
+                    await _serve(ports, identity, head, inbox, callers, members, orders)
                 except* EngineError as group:
                     failure = _first_leaf(group)
                 # The head's writer flushes what is queued before it lets itself be cancelled.
@@ -112,6 +122,7 @@ async def _serve(
     head: FrameStream,
     inbox: Inbox,
     callers: Callers,
+    members: Members,
     orders: trio.MemoryReceiveChannel[PeerUp | PeerDown],
 ) -> None:
     token = trio.lowlevel.current_trio_token()
@@ -126,7 +137,7 @@ async def _serve(
         fabric = await ports.open_fabric()
         await fabric.register(device.block_runs())
         with _tended_garbage(ports.process.is_own):
-            await _run_side(ports, identity, head, inbox, callers, orders, device, fabric)
+            await _run_side(ports, identity, head, inbox, callers, members, orders, device, fabric)
     finally:
         with trio.CancelScope(shield=True):
             if fabric is not None:
@@ -149,6 +160,7 @@ async def _run_side(
     head: FrameStream,
     inbox: Inbox,
     callers: Callers,
+    members: Members,
     orders: trio.MemoryReceiveChannel[PeerUp | PeerDown],
     device: Device,
     fabric: Fabric,
@@ -158,16 +170,26 @@ async def _run_side(
     settings = PairSettings(identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s)
     links, meters = Links(), Meters()
     side: Side
-    send_ticket, tickets = trio.open_memory_channel[Ticket](QUEUED_STEPS)
+    tickets = Tickets()
     # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
     send_push, pushes = trio.open_memory_channel[StartPush](info.num_pages)
+    # What is read back holds its slab until it was read.
+    send_reading, readings = trio.open_memory_channel[ReadBack](info.num_slabs)
     async with trio.open_nursery() as nursery:
         if identity.config.role == "prefill":
             side = PrefillSide(sizes)
             nursery.start_soon(run_dialler, orders, ports.dial, fabric, settings, inbox, links)
 
             async def push() -> None:
-                await run_push(pushes, fabric, links, inbox, num_pages=info.num_pages, transfer_s=limits.transfer_s)
+                await run_push(
+                    pushes,
+                    fabric,
+                    links,
+                    inbox,
+                    num_pages=info.num_pages,
+                    transfer_s=limits.transfer_s,
+                    reader=device if sizes.checksums else None,
+                )
 
             nursery.start_soon(push)
         else:
@@ -175,7 +197,11 @@ async def _run_side(
                 raise ConfigError(f"decode rank {identity.rank} has no listener for prefill ranks")
             side = DecodeSide(sizes)
             callers.fabric = fabric
+            nursery.start_soon(run_verify, readings, device, inbox)
             nursery.start_soon(serve_pairs, ports.peer_listener, fabric, callers, settings, inbox, links)
+
+        members.fabric = fabric
+        group = _open_group(identity, head, inbox, members, device, fabric, nursery)
 
         async def report() -> None:
             await run_report(
@@ -188,16 +214,58 @@ async def _run_side(
                 snapshot_s=limits.snapshot_s,
                 step_s=limits.step_s,
                 read_rss_bytes=ports.process.read_rss_bytes,
+                is_stalled=lambda: group is not None and group.is_stalled,
             )
 
-        head.post(_ready(identity, info, fabric, ports.peer_address))
+        head.post(_ready(identity, info, fabric, ports.peer_address), b"" if group is None else fabric.describe())
         nursery.start_soon(report)
         if ports.process.is_own:  # else the lag is not this rank's
             nursery.start_soon(run_lag, meters)
+        nursery.start_soon(inbox.run_alarm)
         nursery.start_soon(run_waiter, device, tickets, inbox)
         garbage = Garbage(is_own=ports.process.is_own)
-        await run_step(side, device, head, inbox, links, send_ticket, send_push, meters, garbage, ports.audit)
+        await run_step(
+            side, device, head, inbox, links, tickets, send_push, send_reading, meters, garbage, ports.audit, group
+        )
         nursery.cancel_scope.cancel()
+
+
+def _open_group(
+    identity: RankIdentity,
+    head: FrameStream,
+    inbox: Inbox,
+    members: Members,
+    device: Device,
+    fabric: Fabric,
+    nursery: trio.Nursery,
+) -> Lockstep | None:
+    """The rank's part in its group, with its tasks; None for a group of one.
+
+    Raises:
+        ConfigError: the configuration and the device do not say the same about a group.
+    """
+    config, slots = identity.config, device.experts
+    if (slots is not None) != (config.group > 1):
+        has = "has no expert slots" if slots is None else "has expert slots for a group"
+        raise ConfigError(f"rank {identity.rank} is in a group of {config.group}, and device {device.info.name} {has}")
+    if slots is None:
+        return None
+    limits, preparing = config.limits, Preparing()
+    send_copy, copies = trio.open_memory_channel[StartCopy](len(device.info.parts) * COPIES_RUNNING)
+    experts = ExpertSide(identity.rank, identity.generation, device.info.parts)
+
+    async def copy() -> None:
+        await run_copies(copies, fabric, members, device.info, inbox, copy_s=limits.copy_s)
+
+    async def prepare() -> None:
+        await run_prepare(preparing, slots, inbox, prepare_s=limits.start_s)
+
+    async def load() -> None:
+        await run_loads(slots, head, loads_s=config.experts_main.loads_s, unread_bytes=UNREAD_BYTES)
+
+    for task in (copy, prepare, load):
+        nursery.start_soon(task)
+    return Lockstep(experts, slots, members, preparing, send_copy, head)
 
 
 def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
@@ -225,6 +293,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
             eos_ids=frozenset(info.eos_ids),
             prompts=limits.prefill_prompts,
         ),
+        checksums=identity.config.checksum_pushes,
     )
 
 
@@ -240,6 +309,8 @@ def _ready(identity: RankIdentity, info: DeviceInfo, fabric: Fabric, address: st
         slab_bytes=info.slab_bytes,
         fabric=fabric.engine,
         device=info.name,
+        mesh_address=info.mesh_address,
+        parts=info.parts,
     )
 
 

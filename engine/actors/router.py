@@ -54,6 +54,8 @@ from transport.wire import Frame
 
 logger = logging.getLogger("engine.router")
 
+_PAIR_LOST = ("rank_lost", "transfer_failed", "kv_corrupt")
+"""Failures that may lie between the two ranks: another pair is tried first for a while."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ class Router:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None or entry.is_aborting:
             return  # an aborting request ends by RequestAborted, which always comes
-        if message.code in ("rank_lost", "transfer_failed") and entry.prefill is not None and entry.decode is not None:
+        if message.code in _PAIR_LOST and entry.prefill is not None and entry.decode is not None:
             self._broken.mark(entry.prefill, entry.decode, trio.current_time())
         self._release(entry, rank)
         self._fail(entry, message.code, f"rank {rank}: {message.message}", retryable=message.retryable)

@@ -81,23 +81,23 @@ class RowTable:
         attempt = np.frombuffer(blob, "<i4", rows, 8 * rows)
         index = np.frombuffer(blob, "<i4", rows, 12 * rows)
         count = np.frombuffer(blob, "<i4", rows, 16 * rows)
-        if rows and (int(count.min()) < 1 or int(count.sum(dtype=np.int64)) != tokens or int(numbers.min()) < 0):
+        if rows == 0:
+            return Split([], 0)
+        if int(count.min()) < 1 or int(count.sum(dtype=np.int64)) != tokens or int(numbers.min()) < 0:
             raise RemoteProtocolError(f"TokensEmitted of {rows} rows: counts do not add up to {tokens} tokens")
         slots = numbers & _SLOT_MASK
-        known = slots < len(self._number)
-        if not known.all():
+        if int(slots.max()) >= len(self._number):
             raise RemoteProtocolError("TokensEmitted names a request that the head never numbered")
         live = (self._number[slots] == numbers) & (self._attempt[slots] == attempt)
         clients = self._client[slots]
-        owners = np.unique(clients[live])
         parts: list[tuple[int, TokensEmitted, bytes]] = []
-        if len(owners) == 1 and bool(live.all()):
-            renumbered = self._request[slots].astype("<i8").tobytes()
-            parts.append((int(owners[0]), message, renumbered + bytes(blob[8 * rows :])))
+        if bool((live & (clients == clients[0])).all()):
+            renumbered = self._request[slots].astype("<i8", copy=False).tobytes()
+            parts.append((int(clients[0]), message, renumbered + bytes(blob[8 * rows :])))
         else:
             token = np.frombuffer(blob, "<i4", tokens, _ROW_BYTES * rows)
             token_row = np.repeat(np.arange(rows), count)
-            for owner in owners.tolist():
+            for owner in np.unique(clients[live]).tolist():
                 mine = live & (clients == owner)
                 columns: tuple[npt.NDArray[np.generic], ...] = (
                     self._request[slots[mine]].astype("<i8"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,10 +19,12 @@ import trio
 from engine.actors.intake import (
     DeviceFailed,
     Fact,
+    GroupLost,
     HeadFrame,
     Inbox,
     LinkLost,
     LinkUp,
+    PagesRead,
     PeerFrame,
     PushDone,
     PushFailed,
@@ -29,14 +32,19 @@ from engine.actors.intake import (
     Unreachable,
 )
 from engine.actors.links import Links
-from engine.core.effects import DropLink, Effect, StartPush, ToHead, ToPeer
+from engine.actors.lockstep import Lockstep
+from engine.core.decode import DecodeSide
+from engine.core.effects import DropLink, Effect, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
 from engine.core.plan import StepPlan, StepResult
 from engine.core.prefill import PrefillSide
 from engine.core.telemetry import Gauges, Meters
-from engine.errors import DeviceError, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
+from engine.errors import DeviceError, GroupBroken, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
+from engine.log import log_event
 from engine.ports import Audited, Device, Ticket
 from transport.messages import FailureCode, Message
 from transport.stream import FrameStream
+
+logger = logging.getLogger(__name__)
 
 QUEUED_STEPS = 2
 """Steps in the device's queue: one runs, one waits."""
@@ -96,15 +104,46 @@ class Garbage:
         self.steps = 0
 
 
-async def run_waiter(device: Device, tickets: trio.MemoryReceiveChannel[Ticket], inbox: Inbox) -> None:
+class Tickets:
+    """Submitted steps on their way from the loop to the waiter, at most `QUEUED_STEPS`.
+
+    No channel: that yields to the scheduler at each `receive`, though the device's `wait` is about to do so anyway.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._news = trio.lowlevel.ParkingLot()
+
+    def put(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+        self._news.unpark_all()
+
+    async def wait(self) -> Ticket:
+        """The oldest; a checkpoint only where there is none yet."""
+        while not self._waiting:
+            await self._news.park()
+        return self._waiting.popleft()
+
+
+async def run_waiter(device: Device, tickets: Tickets, inbox: Inbox) -> None:
     """Awaits submitted steps in order and brings their results; ends with the device."""
-    async for ticket in tickets:
+    while True:
+        ticket = await tickets.wait()
         try:
-            result = await device.wait(ticket)
+            result = await _wait_step(device, ticket, inbox)
         except DeviceError as error:
             inbox.put(DeviceFailed(error))
             return
         inbox.put(StepDone(result))
+
+
+async def _wait_step(device: Device, ticket: Ticket, inbox: Inbox) -> StepResult:
+    """A step of a group that loses a member runs again in the next membership; the device bounds the wait for that."""
+    while True:
+        try:
+            return await device.wait(ticket)
+        except GroupBroken as error:
+            inbox.put(GroupLost(error))
 
 
 async def run_step(
@@ -113,13 +152,15 @@ async def run_step(
     head: FrameStream,
     inbox: Inbox,
     links: Links,
-    tickets: trio.MemorySendChannel[Ticket],
+    tickets: Tickets,
     pushes: trio.MemorySendChannel[StartPush],
+    readings: trio.MemorySendChannel[ReadBack],
     meters: Meters,
     garbage: Garbage,
     audit: Callable[[Audited], None] | None,
+    group: Lockstep | None = None,
 ) -> None:
-    """The loop. Returns once it was told to drain and everything is answered.
+    """The loop. Returns once it was told to drain and everything is answered, and its group has agreed to stop.
 
     Raises:
         DeviceError: the device failed; every request was answered with `device_failed` before.
@@ -131,18 +172,27 @@ async def run_step(
         now_us = _now_us()
         for fact in inbox.take():
             if isinstance(fact, StepDone):
-                _measure(meters, fact.result, submitted_us, now_us)
-                side.apply(fact.result, now_us)
+                if group is None or group.take_result(fact.result):
+                    _measure(meters, fact.result, submitted_us, now_us)
+                    side.apply(fact.result, now_us)
+                else:
+                    submitted_us.popleft()
+                    # No progress, but the step behind it, if it has rows, could not begin before.
+                    meters.last_step_us = now_us
             elif isinstance(fact, DeviceFailed):
                 _give_up(side, fact.error, head)
-            else:
+            elif group is None or not group.take(fact):
                 _handle(side, fact, links, now_us)
         deadline_us = side.next_deadline_us
         if deadline_us is not None and deadline_us <= now_us:
             side.expire(now_us)
         side.settle(now_us)
+        if group is not None:
+            _settle_group(group, side, head)
         while len(submitted_us) < QUEUED_STEPS:
             plan = side.plan(now_us)
+            if group is not None:
+                plan = group.plan(plan, is_drained=side.is_drained)
             if plan is None:
                 break
             try:
@@ -151,13 +201,19 @@ async def run_step(
                 _give_up(side, error, head)
             submitted_us.append(_now_us())
             garbage.steps += 1
-            tickets.send_nowait(ticket)
+            tickets.put(ticket)
             if meters.last_step_us is None:
                 meters.last_step_us = submitted_us[-1]
-        _carry_out(side.take_outbox(), head, links, pushes)
+        _carry_out(side.take_outbox(), head, links, pushes, readings)
         if audit is not None:
             audit(side)
-        if not submitted_us:
+        if group is not None:
+            group.carry_out()
+            if not group.has_rows:
+                meters.last_step_us = None
+            if group.is_over(is_drained=side.is_drained):
+                return
+        elif not submitted_us:
             meters.last_step_us = None
             if side.is_drained:
                 return
@@ -165,8 +221,14 @@ async def run_step(
         if deadline_us is None:
             await garbage.wait(inbox, side, is_idle=not submitted_us)
         else:
-            with trio.move_on_at(deadline_us / 1e6 + 1e-6):
-                await inbox.wait()
+            await inbox.wait(deadline_us / 1e6 + 1e-6)
+
+
+def _settle_group(group: Lockstep, side: Side, head: FrameStream) -> None:
+    try:
+        group.settle()
+    except DeviceError as error:
+        _give_up(side, error, head)
 
 
 def _now_us() -> int:
@@ -187,6 +249,9 @@ def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
         case Unreachable() | PushDone() | PushFailed():
             assert isinstance(side, PrefillSide), f"{type(fact).__name__} on a rank that pushes nothing"
             _handle_push(side, fact, now_us)
+        case PagesRead(key, checksums):
+            assert isinstance(side, DecodeSide), "PagesRead on a rank that nobody pushes to"
+            side.on_pages_read(key, checksums)
         case HeadFrame(message, blob):
             side.on_head(message, blob, now_us)
         case PeerFrame(link, message, blob):
@@ -208,14 +273,18 @@ def _handle_push(side: PrefillSide, fact: Unreachable | PushDone | PushFailed, n
     match fact:
         case Unreachable(rank, why):
             side.on_unreachable(rank, why)
-        case PushDone(key, first, count, report):
-            side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us)
+        case PushDone(key, first, count, report, checksum):
+            side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us, checksum)
         case PushFailed(key, why, how):
             side.on_push_failed(key, why, how)
 
 
 def _carry_out(
-    effects: list[Effect], head: FrameStream, links: Links, pushes: trio.MemorySendChannel[StartPush]
+    effects: list[Effect],
+    head: FrameStream,
+    links: Links,
+    pushes: trio.MemorySendChannel[StartPush],
+    readings: trio.MemorySendChannel[ReadBack],
 ) -> None:
     for effect in effects:
         match effect:
@@ -225,8 +294,30 @@ def _carry_out(
                 links.post(link, message, blob)
             case StartPush():
                 pushes.send_nowait(effect)
+            case ReadBack():
+                readings.send_nowait(effect)
+            case TellCorrupt():
+                _log_corrupt(effect)
             case DropLink(link, why):
                 links.drop(link, why)
+
+
+def _log_corrupt(corrupt: TellCorrupt) -> None:
+    request, attempt = corrupt.key
+    log_event(
+        logger,
+        "error",
+        "handoff.corrupt",
+        request=request,
+        attempt=attempt,
+        origin=corrupt.rank,
+        generation=corrupt.generation,
+        first=corrupt.first,
+        pages=corrupt.count,
+        sent=f"{corrupt.told:08x}",
+        arrived=f"{corrupt.found:08x}",
+        msg="pushed pages are not what was sent; their request is tried again",
+    )
 
 
 def _give_up(side: Side, error: DeviceError, head: FrameStream) -> None:

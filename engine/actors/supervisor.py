@@ -3,7 +3,9 @@
 Three detectors, from fast to slow: the control stream's end (milliseconds after a crash), the process's own end (its
 pidfd, the only *proof*), and silence (finds a hang). A life of a rank goes
 
-    starting -> ready -> lost -> restarting -> starting ...            `stopped` at the end of the head
+    starting [-> joining] -> ready -> lost -> restarting -> starting ...      `stopped` at the end of the head
+
+`joining` is a rank of a group until its group steps with it; then requests may go there.
 
 with a new generation each time. Invariants: a rank's next life starts only after the process of the one before is
 confirmed dead; PeerDown goes to other ranks only after that too, because what they free on it may be written by nobody.
@@ -20,9 +22,12 @@ from collections.abc import Callable, Mapping
 
 import trio
 
+from engine.actors.balancer import Balancer
+from engine.actors.group import Wire
 from engine.actors.phases import PhaseReport, describe_progress
 from engine.actors.processes import RankProcess, Row, describe_status
 from engine.actors.router import Router
+from engine.core.orders import GROUP_WORDS
 from engine.errors import ConfigError, EngineError, RankLost, RemoteProtocolError
 from engine.log import log_event
 from transport.messages import (
@@ -81,6 +86,7 @@ class Supervisor:
         spawn: starts the process of (rank, generation).
         router: is told which ranks are ready or lost, and gets their frames about requests.
         config_digest: what a rank must say in its hello.
+        balancer: is told of the ranks that have a group, and gets their frames about it.
     """
 
     def __init__(
@@ -90,12 +96,14 @@ class Supervisor:
         router: Router,
         limits: SupervisorLimits,
         config_digest: str,
+        balancer: Balancer,
     ) -> None:
         self._rows = {rank: Row(rank, role) for rank, role in sorted(roles.items())}
         self._spawn = spawn
         self._router = router
         self._limits = limits
         self._digest = config_digest
+        self._balancer = balancer
         self._stopping = False
         self._stopped = trio.Event()
         self.became_ready = trio.Event()
@@ -151,6 +159,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Drain to all ranks, then the end of those that do not go by themselves within `stop_s`."""
         self._stopping = True
+        self._balancer.stop()
         for row in self._rows.values():
             if row.state == "restarting":
                 row.scope.cancel()
@@ -293,6 +302,8 @@ class Supervisor:
         for other in self._rows.values():
             if other is not row and other.ready is not None:
                 other.tell(PeerDown(rank=row.rank, generation=row.generation))
+        if self._balancer.has_group(row.rank):
+            self._balancer.rank_down(row.rank, row.generation)
         if status == CONFIG_STATUS and was == "starting" and not self._stopping:
             lines = process.last_lines()
             raise ConfigError(f"rank {row.rank} can not start: {lines[-1] if lines else 'it did not say why'}")
@@ -301,7 +312,7 @@ class Supervisor:
 
     def _take(self, row: Row, frames: list[Frame]) -> None:
         row.heard_at = trio.current_time()
-        about_requests = []
+        about_requests, about_group = [], []
         for frame in frames:
             message = frame.message
             if isinstance(message, RankSnapshot):
@@ -316,11 +327,17 @@ class Supervisor:
             elif isinstance(message, RankHello):
                 self._take_hello(row, message)
             elif isinstance(message, RankReady):
-                self._take_ready(row, message)
+                self._take_ready(row, message, bytes(frame.blob))
             elif isinstance(message, WriterOverdue):
                 self._end_writer(row, message)
+            elif type(message) in GROUP_WORDS:
+                about_group.append(frame)
             else:
                 about_requests.append(frame)
+        if about_group:
+            if row.ready is None or not self._balancer.has_group(row.rank):
+                raise RemoteProtocolError(f"{type(about_group[0].message).__name__} of a rank that is in no group")
+            self._balancer.rank_frames(row.rank, about_group)
         if about_requests:
             if row.ready is None:
                 raise RemoteProtocolError(f"{type(about_requests[0].message).__name__} before RankReady")
@@ -335,13 +352,14 @@ class Supervisor:
                 f"says {hello.role} with configuration {hello.config_digest}, not what it was given"
             )
 
-    def _take_ready(self, row: Row, ready: RankReady) -> None:
+    def _take_ready(self, row: Row, ready: RankReady, description: bytes) -> None:
         _check_self(row, ready.rank, ready.generation)
         if row.ready is not None or self._stopping:
             return
         if row.role == "decode" and not ready.address:
             raise RemoteProtocolError("a decode rank must say where it listens")
-        row.ready, row.state, row.phase = ready, "ready", ""
+        has_group = self._balancer.has_group(row.rank)
+        row.ready, row.state, row.phase = ready, "joining" if has_group else "ready", ""
         others = [other for other in self._rows.values() if other.ready is not None and other.role != row.role]
         # PeerUp first: the router may place requests on the pair as soon as it knows of this rank.
         for other in others:
@@ -362,11 +380,21 @@ class Supervisor:
             slabs=ready.num_slabs,
             took_s=trio.current_time() - row.phases.started_at if row.phases is not None else None,
         )
-        assert row.link is not None
-        self._router.rank_ready(row.generation, row.role, row.link, ready, row.end)
+        if has_group:
+            generation = row.generation
+            wire = Wire(generation, row.tell, row.end, lambda: self._serve(row, generation))
+            self._balancer.rank_ready(ready, description, wire)
+        else:
+            self._serve(row, row.generation)
+
+    def _serve(self, row: Row, generation: int) -> None:
+        """Requests may go there from now on."""
+        if row.generation != generation or row.link is None or row.ready is None or self._stopping:
+            return  # that life is ending, and the router knows
+        row.state = "ready"
+        self._router.rank_ready(generation, row.role, row.link, row.ready, row.end)
         if all(other.state == "ready" for other in self._rows.values()):
             self.became_ready.set()
-
 
     def _end_writer(self, row: Row, message: WriterOverdue) -> None:
         """Its word does not come, so its death must: nothing else frees what a decode rank granted it."""

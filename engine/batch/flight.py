@@ -14,7 +14,7 @@ import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -185,7 +185,11 @@ class Flight:
 
     # ------------------------------------------------------------ RequestSink
 
-    def tokens_came(self, row: Row, count: int) -> None:
+    def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        for row, count in zip(rows, counts, strict=True):
+            self._take_tokens(row, count)
+
+    def _take_tokens(self, row: Row, count: int) -> None:
         job = self.flying.get(row)
         if job is None:
             return

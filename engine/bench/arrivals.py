@@ -65,8 +65,9 @@ class Arrivals:
             self._news = trio.Event()
             await self._news.wait()
 
-    def tokens_came(self, row: Row, count: int) -> None:
-        self.times[row.label].extend([row.last_token_at] * count)
+    def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        for row, count in zip(rows, counts, strict=True):
+            self.times[row.label].extend([row.last_token_at] * count)
         self._news.set()
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:

@@ -56,18 +56,22 @@ class Arena:
         """
         self.pages.check()
         self.slabs.check()
-        held: dict[tuple[str, int], PageState] = {}
+        held_pages: set[int] = set()
+        held_slabs: set[int] = set()
+        num_held = 0
         for pages, slab, state, more, more_state in holdings:
-            units = [("page", page, state) for page in pages] + [("page", page, more_state) for page in more]
+            parts = [(self.pages, held_pages, pages, state), (self.pages, held_pages, more, more_state)]
             if slab >= 0:
-                units.append(("slab", slab, state))
-            for what, unit, wanted in units:
-                pool = self.pages if what == "page" else self.slabs
-                if (what, unit) in held:
-                    raise LocalProtocolError(f"{what} {unit} belongs to two requests")
-                held[(what, unit)] = wanted
-                if pool.state_of(unit) is not wanted:
-                    raise LocalProtocolError(f"{what} {unit} is {pool.state_of(unit).name}, not {wanted.name}")
+                parts.append((self.slabs, held_slabs, (slab,), state))
+            for pool, held, units, wanted in parts:
+                if not held.isdisjoint(units):
+                    twice = next(unit for unit in units if unit in held)
+                    raise LocalProtocolError(f"{pool.what} {twice} belongs to two requests")
+                held.update(units)
+                num_held += len(units)
+                other = pool.find_other(units, wanted)
+                if other is not None:
+                    raise LocalProtocolError(f"{pool.what} {other} is {pool.state_of(other).name}, not {wanted.name}")
         used = self.pages.total - self.pages.num_free + self.slabs.total - self.slabs.num_free
-        if used != len(held):
-            raise LocalProtocolError(f"{used} pages and slabs are in use, {len(held)} belong to requests")
+        if used != num_held:
+            raise LocalProtocolError(f"{used} pages and slabs are in use, {num_held} belong to requests")

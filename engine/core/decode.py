@@ -18,9 +18,9 @@ import itertools
 from array import array
 
 from engine.core.arena import Arena, Holding
-from engine.core.effects import Effect, ToHead, ToPeer
+from engine.core.effects import Effect, ReadBack, TellCorrupt, ToHead, ToPeer
 from engine.core.fence import Fence
-from engine.core.handoff import DECODE, Action, DecodeEvent, DecodePhase, advance
+from engine.core.handoff import DECODE, Action, DecodeEvent, DecodePhase
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
@@ -57,6 +57,9 @@ from transport.messages import (
     WriterOverdue,
 )
 
+_WRITTEN = (DecodePhase.GRANTED, DecodePhase.QUARANTINED)
+"""Phases with an epoch that is not over."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PrefillLink:
@@ -80,6 +83,7 @@ class DecodeSide:
         self._waiting: list[Sequence] = []
         self._epochs: dict[int, Sequence] = {}
         self._held: dict[RequestKey, Sequence] = {}
+        self._reading: dict[RequestKey, Sequence] = {}
         self._peers: PeerTable[PrefillLink] = PeerTable()
         self._deadlines: list[tuple[int, int, Sequence]] = []
         self._serial = itertools.count()
@@ -91,6 +95,7 @@ class DecodeSide:
         self._outbox: list[Effect] = []
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._corrupt_pushes = 0
 
     # ------------------------------------------------------------ facts
 
@@ -152,6 +157,10 @@ class DecodeSide:
                         f"epoch {message.epoch}: pages [{message.first}, +{message.count}) of "
                         f"{sequence.prompt_pages} pushed twice or out of range"
                     )
+                if self.sizes.checksums:
+                    if message.checksum is None:
+                        raise RemoteProtocolError(f"epoch {message.epoch}: a push without its checksum")
+                    sequence.told += ((message.first, message.count, message.checksum),)
                 sequence.pushed_mask |= bits
                 self._move(sequence, DecodeEvent.PUSHED)
             case PrefillCommitted():
@@ -165,6 +174,27 @@ class DecodeSide:
                     self._move(sequence, DecodeEvent.EPOCH_ENDED, code="transfer_failed", why=why)
             case _:
                 raise RemoteProtocolError(f"prefill rank {peer.rank} sent {type(message).__name__}")
+
+    def on_pages_read(self, key: RequestKey, checksums: tuple[int, ...]) -> None:
+        """What was written for a request was read back; `checksums` pair up with what its pushes told."""
+        sequence = self._reading.pop(key)
+        if sequence.phase is not DecodePhase.CHECKING:
+            self._release(sequence)
+            return
+        rank, generation = sequence.reserve.prefill_rank, sequence.prefill_generation
+        bad = [(*push, found) for push, found in zip(sequence.told, checksums, strict=True) if push[2] != found]
+        for first, count, told, found in bad:
+            self._outbox.append(TellCorrupt(key, rank, generation, first, count, told, found))
+        self._corrupt_pushes += len(bad)
+        if bad:
+            first, count, told, found = bad[0]
+            why = (
+                f"pages [{first}, +{count}) that prefill rank {rank} pushed for request {key[0]} arrived with checksum"
+                f" {found:08x}, sent with {told:08x} ({len(bad)} of {len(sequence.told)} pushes are corrupt)"
+            )
+            self._move(sequence, DecodeEvent.CORRUPT, code="kv_corrupt", why=why)
+        else:
+            self._move(sequence, DecodeEvent.SOUND)
 
     def fail_all(self, code: FailureCode, why: str) -> None:
         """The rank gives up: every request that was not answered fails. Nothing may be called after this."""
@@ -210,16 +240,18 @@ class DecodeSide:
         """What an awaited step means."""
         self._step = result.step
         applied = apply_result(self.schedule, result, self.sizes.step)
-        for sequence, token, reason in applied.tokens:
-            if sequence.handoff_us == 0:
-                assert sequence.commit is not None
-                sequence.handoff_us = max(1, sequence.commit.timings.push_us + now_us - sequence.committed_us)
-            self._generated_tokens += 1
-            self._emitted.add(sequence.key, sequence.count - 1, token)
-            if reason is not None:
-                sequence.reason = reason
-                self._move(sequence, DecodeEvent.FINISH)
-        for sequence in applied.released:
+        rows = applied.rows
+        if rows is None:
+            return
+        for sequence in rows.fresh:
+            assert sequence.commit is not None
+            sequence.handoff_us = max(1, sequence.commit.timings.push_us + now_us - sequence.committed_us)
+        self._generated_tokens += len(rows.tokens)
+        self._emitted.extend(rows.requests, rows.attempts, rows.indices, rows.tokens)
+        for sequence, reason in rows.ended:
+            sequence.reason = reason
+            self._move(sequence, DecodeEvent.FINISH)
+        for sequence in rows.released:
             self._release(sequence)
 
     # ------------------------------------------------------------ what others ask
@@ -251,6 +283,10 @@ class DecodeSide:
             if due_us > now_us:
                 heapq.heappush(self._deadlines, (due_us, next(self._serial), sequence))
                 continue
+            if sequence.phase is DecodePhase.CHECKING:
+                why = f"decode rank {self.sizes.rank}: pages not read back ({self.sizes.room_us / 1e6:g} s, transfer_s)"
+                self._move(sequence, DecodeEvent.READ_LATE, code="timeout", why=why)
+                continue
             limit = f"{self.sizes.grant_us / 1e6:g} s, grant_s"
             what = "no link to" if sequence.phase is DecodePhase.WAITING else "no news of a grant from"
             why = f"decode rank {self.sizes.rank}: {what} prefill rank {sequence.reserve.prefill_rank} ({limit})"
@@ -266,7 +302,7 @@ class DecodeSide:
         pages = self.arena.pages
         granted, quarantined = pages.count(PageState.GRANTED), pages.count(PageState.QUARANTINED)
         return Gauges(
-            running=len(self.schedule.running),
+            running=len(self.schedule.running.sequences),
             waiting=len(self._waiting),
             pages_free=pages.num_free,
             pages_owned=pages.total - pages.num_free - granted - quarantined,
@@ -279,6 +315,7 @@ class DecodeSide:
             pushed_bytes=0,
             pushes=0,
             pushes_inflight=0,
+            corrupt_pushes=self._corrupt_pushes,
         )
 
     def check(self) -> None:
@@ -334,9 +371,10 @@ class DecodeSide:
             )
             self._move(sequence, DecodeEvent.BAD_COMMIT, code="transfer_failed", why=why)
             return
+        is_unread = self.sizes.checksums and sequence.phase is DecodePhase.GRANTED
         if sequence.phase is DecodePhase.GRANTED:
             sequence.committed_us, sequence.commit, sequence.next_token = now_us, message, message.first_token
-        self._move(sequence, DecodeEvent.COMMIT)
+        self._move(sequence, DecodeEvent.COMMIT_UNREAD if is_unread else DecodeEvent.COMMIT)
 
     def _find_epoch(self, peer: PrefillLink, epoch: int, request: int) -> Sequence:
         sequence = self._epochs.get(epoch)
@@ -366,6 +404,8 @@ class DecodeSide:
         """When a sequence has waited too long; None when nothing it waits for has a deadline."""
         if sequence.phase is DecodePhase.WAITING and self._peers.link_to(sequence.reserve.prefill_rank) is None:
             return sequence.arrived_us + self.sizes.grant_us
+        if sequence.phase is DecodePhase.CHECKING:
+            return sequence.committed_us + self.sizes.room_us
         peer = self._peers.find(sequence.link)
         if sequence.phase is DecodePhase.GRANTED and not sequence.pushed_mask and peer is not None:
             # News of any push counts: a prefill rank serves in order, so work on others is progress for this one.
@@ -381,14 +421,14 @@ class DecodeSide:
         self, sequence: Sequence, event: DecodeEvent, *, code: FailureCode = "transfer_failed", why: str = ""
     ) -> None:
         before = sequence.phase
-        transition = advance(DECODE, before, event, f"request {sequence.key}")
+        transition = DECODE.follow(before, event, f"request {sequence.key}")
         after = sequence.phase = transition.phase
         if before is not after:
             if before is DecodePhase.WAITING:
                 self._waiting.remove(sequence)
             elif before is DecodePhase.RUNNING:
-                del self.schedule.running[sequence.key]
-            elif before is not DecodePhase.NEW and after is not DecodePhase.QUARANTINED:
+                self.schedule.running.leave(sequence)
+            elif before in _WRITTEN and after is not DecodePhase.QUARANTINED:
                 del self._epochs[sequence.epoch]
             if after is DecodePhase.CLOSED:
                 del self.sequences[sequence.key]
@@ -402,6 +442,10 @@ class DecodeSide:
                     self._grant(sequence)
                 case Action.COUNT:
                     pass  # the mask was checked and set with the message
+                case Action.OWN:
+                    self.arena.adopt(sequence.pages[: sequence.prompt_pages], sequence.slab)
+                case Action.READ_BACK:
+                    self._read_back(sequence)
                 case Action.RUN:
                     self._run(sequence)
                 case Action.QUARANTINE:
@@ -426,13 +470,22 @@ class DecodeSide:
         self._outbox.append(ToPeer(sequence.link, word, array("i", granted).tobytes()))
         self._watch(sequence)
 
+    def _read_back(self, sequence: Sequence) -> None:
+        # The slab came with the prompt's last pages.
+        stretches = tuple(
+            (sequence.pages[first : first + count], sequence.slab if first + count == sequence.prompt_pages else -1)
+            for first, count, _ in sequence.told
+        )
+        self._reading[sequence.key] = sequence
+        self._outbox.append(ReadBack(sequence.key, stretches))
+        self._watch(sequence)
+
     def _run(self, sequence: Sequence) -> None:
-        self.arena.adopt(sequence.pages[: sequence.prompt_pages], sequence.slab)
         reserve, commit = sequence.reserve, sequence.commit
         assert commit is not None
         self._prompt_tokens += reserve.num_ids
-        sequence.count = sequence.planned = reserve.generated + 1
-        self.schedule.running[sequence.key] = sequence
+        sequence.count = reserve.generated + 1
+        self.schedule.running.join(sequence)
         word = RequestStarted(
             *sequence.key,
             prompt_tokens=sequence.prompt_tokens,
@@ -469,12 +522,12 @@ class DecodeSide:
         sequence.pages = granted
 
     def _free(self, sequence: Sequence, before: DecodePhase) -> None:
-        """Gives back all memory of a closed request; what submitted steps name, only after the last of them."""
+        """Gives back all memory of a closed request; what submitted steps or a reading name, only after their end."""
         match before:
-            case DecodePhase.RUNNING:
+            case DecodePhase.RUNNING | DecodePhase.CHECKING:
                 self.arena.hold(sequence.pages, sequence.slab)
                 self._held[sequence.key] = sequence
-                if sequence.steps == 0:
+                if sequence.steps == 0 and sequence.key not in self._reading:
                     self._release(sequence)
             case DecodePhase.GRANTED:
                 self.arena.free(sequence.pages[: sequence.prompt_pages], sequence.slab, PageState.GRANTED)
@@ -495,6 +548,7 @@ def _holding(sequence: Sequence) -> Holding:
         DecodePhase.WAITING: PageState.FREE,
         DecodePhase.GRANTED: PageState.GRANTED,
         DecodePhase.QUARANTINED: PageState.QUARANTINED,
+        DecodePhase.CHECKING: PageState.OWNED,
         DecodePhase.RUNNING: PageState.OWNED,
         DecodePhase.CLOSED: PageState.IN_FLIGHT,
     }[sequence.phase]

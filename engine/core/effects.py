@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from engine.core.group import Membership
+from engine.core.placement import Placement
 from engine.core.request import RequestKey
 from transport.messages import Message
 
@@ -41,6 +44,31 @@ class StartPush:
     slabs: tuple[int, int] | None
 
 
+Stretch = tuple[tuple[int, ...], int]
+"""What one push wrote: pages in order, then a slab, or -1 for none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadBack:
+    """Compute the checksum of each stretch of memory, then report them all with `key`."""
+
+    key: RequestKey
+    stretches: tuple[Stretch, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TellCorrupt:
+    """For the log: pages [first, first + count) of a request, pushed by that life of `rank`, are not what it sent."""
+
+    key: RequestKey
+    rank: int
+    generation: int
+    first: int
+    count: int
+    told: int
+    found: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropLink:
     """Close the pair stream `link`: it can not be trusted any more. `why` is for the log."""
@@ -49,4 +77,78 @@ class DropLink:
     why: str
 
 
-Effect = ToHead | ToPeer | StartPush | DropLink
+Effect = ToHead | ToPeer | StartPush | ReadBack | TellCorrupt | DropLink
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepare:
+    """Have the device load what the membership's placements name here; then report with its number."""
+
+    membership: Membership
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Join:
+    """Have the device step with the members of the prepared membership."""
+
+    membership: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadTable:
+    """Give the device the placement of an epoch that is not active."""
+
+    part: int
+    epoch: int
+    placement: Placement
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetReady:
+    """The device's ready word of a part."""
+
+    part: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The device's ready word back to the epoch before."""
+
+    part: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoteCopied:
+    """Slot to expert key: a member's writes into these slots are complete."""
+
+    part: int
+    slots: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeSlots:
+    """These slots are empty."""
+
+    part: int
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Write slot `slot` into slot `remote_slot` of the member that is life `generation` of `rank`, then report."""
+
+    part: int
+    epoch: int
+    slot: int
+    place: int
+    rank: int
+    generation: int
+    remote_slot: int
+
+
+DeviceEffect = Join | LoadTable | SetReady | Withdraw | NoteCopied | FreeSlots
+"""What is a call of the device's expert slots."""
+ExpertEffect = ToHead | Prepare | StartCopy | DeviceEffect
+"""What a rank's part in a group asks for."""

@@ -29,9 +29,9 @@ the event, else LocalProtocolError.
 from __future__ import annotations
 
 import enum
-from typing import Generic, NamedTuple, TypeVar
 
-from engine.errors import LocalProtocolError, RemoteProtocolError
+from engine.core.tables import Table
+from engine.core.tables import go as _to
 
 
 class Action(enum.Enum):
@@ -121,124 +121,90 @@ class RankEvent(enum.Enum):
     QUIET = "two awaited steps, no copy runs"
 
 
-P = TypeVar("P", StagePhase, RankPhase)
-E = TypeVar("E", StageEvent, RankEvent)
-
-
-class Transition(NamedTuple, Generic[P]):
-    phase: P
-    actions: tuple[Action, ...]
-
-
-def _to(phase: P, *actions: Action) -> Transition[P]:
-    return Transition(phase, actions)
-
-
 _S, _E, _A = StagePhase, StageEvent, Action
 
-STAGE: dict[tuple[StagePhase, StageEvent], Transition[StagePhase]] = {
-    (_S.NEW, _E.START): _to(_S.COPY, _A.PREPARE),
-    (_S.NEW, _E.ABORT): _to(_S.BURNED),
-    (_S.NEW, _E.RANK_DOWN): _to(_S.BURNED),
-    (_S.COPY, _E.PAUSE): _to(_S.HELD, _A.HOLD),
-    (_S.COPY, _E.ALL_READY): _to(_S.READY),
-    # A rank's word that it flipped may overtake another's word that it is ready.
-    (_S.COPY, _E.FLIPPED): _to(_S.FLIP),
-    (_S.COPY, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.COPY, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.HELD, _E.RESUME): _to(_S.COPY, _A.RELEASE),
-    (_S.HELD, _E.ALL_READY): _to(_S.READY),
-    (_S.HELD, _E.FLIPPED): _to(_S.FLIP),
-    (_S.HELD, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.HELD, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.READY, _E.FLIPPED): _to(_S.FLIP),
-    (_S.READY, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.READY, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
-    (_S.FLIP, _E.FLIPPED): _to(_S.FLIP),
-    (_S.FLIP, _E.ALL_FLIPPED): _to(_S.RECLAIM),
-    # The others were ready, else it would not be active anywhere; those whom the lost exchange kept from it adopt it.
-    (_S.FLIP, _E.RANK_DOWN): _to(_S.FLIP, _A.ADOPT),
-    (_S.RECLAIM, _E.ALL_RECLAIMED): _to(_S.DONE),
-    (_S.RECLAIM, _E.RANK_DOWN): _to(_S.RECLAIM),
-    # The flip was faster than the withdrawal, on this rank; so it was on all that live, or they adopt it.
-    (_S.WITHDRAWING, _E.FLIPPED): _to(_S.FLIP, _A.ADOPT),
-    (_S.WITHDRAWING, _E.ALL_WITHDRAWN): _to(_S.DRAINING, _A.BURN),
-    (_S.WITHDRAWING, _E.RANK_DOWN): _to(_S.WITHDRAWING),
-    (_S.DRAINING, _E.ALL_RECLAIMED): _to(_S.BURNED),
-    (_S.DRAINING, _E.RANK_DOWN): _to(_S.DRAINING),
-}
+STAGE: Table[StagePhase, StageEvent, Action] = Table(
+    (_E.FLIPPED,),
+    {
+        (_S.NEW, _E.START): _to(_S.COPY, _A.PREPARE),
+        (_S.NEW, _E.ABORT): _to(_S.BURNED),
+        (_S.NEW, _E.RANK_DOWN): _to(_S.BURNED),
+        (_S.COPY, _E.PAUSE): _to(_S.HELD, _A.HOLD),
+        (_S.COPY, _E.ALL_READY): _to(_S.READY),
+        # A rank's word that it flipped may overtake another's word that it is ready.
+        (_S.COPY, _E.FLIPPED): _to(_S.FLIP),
+        (_S.COPY, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.COPY, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.HELD, _E.RESUME): _to(_S.COPY, _A.RELEASE),
+        (_S.HELD, _E.ALL_READY): _to(_S.READY),
+        (_S.HELD, _E.FLIPPED): _to(_S.FLIP),
+        (_S.HELD, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.HELD, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.READY, _E.FLIPPED): _to(_S.FLIP),
+        (_S.READY, _E.ABORT): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.READY, _E.RANK_DOWN): _to(_S.WITHDRAWING, _A.WITHDRAW),
+        (_S.FLIP, _E.FLIPPED): _to(_S.FLIP),
+        (_S.FLIP, _E.ALL_FLIPPED): _to(_S.RECLAIM),
+        # The others were ready, else it would be active nowhere; those whom the lost exchange kept from it adopt it.
+        (_S.FLIP, _E.RANK_DOWN): _to(_S.FLIP, _A.ADOPT),
+        (_S.RECLAIM, _E.ALL_RECLAIMED): _to(_S.DONE),
+        (_S.RECLAIM, _E.RANK_DOWN): _to(_S.RECLAIM),
+        # The flip was faster than the withdrawal, on this rank; so it was on all that live, or they adopt it.
+        (_S.WITHDRAWING, _E.FLIPPED): _to(_S.FLIP, _A.ADOPT),
+        (_S.WITHDRAWING, _E.ALL_WITHDRAWN): _to(_S.DRAINING, _A.BURN),
+        (_S.WITHDRAWING, _E.RANK_DOWN): _to(_S.WITHDRAWING),
+        (_S.DRAINING, _E.ALL_RECLAIMED): _to(_S.BURNED),
+        (_S.DRAINING, _E.RANK_DOWN): _to(_S.DRAINING),
+    },
+)
 """ABORT in later phases, PAUSE and RESUME outside COPY and HELD concern the next stage only: `Migration` keeps them."""
 
 _R, _F = RankPhase, RankEvent
 
-RANK: dict[tuple[RankPhase, RankEvent], Transition[RankPhase]] = {
-    (_R.NEW, _F.PREPARE): _to(_R.RECEIVING, _A.LOAD_TABLE),
-    (_R.RECEIVING, _F.COMPLETE): _to(_R.READY, _A.SET_READY, _A.TELL_READY),
-    (_R.RECEIVING, _F.WITHDRAW): _to(_R.DECLINED, _A.TELL_WITHDRAWN),
-    # Without waiting for the head: to become ready while no step completes is a word that nobody could take back.
-    (_R.RECEIVING, _F.PEER_LOST): _to(_R.DECLINED),
-    (_R.READY, _F.FLIPPED): _to(_R.ACTIVE, _A.TELL_FLIPPED),
-    (_R.READY, _F.WITHDRAW): _to(_R.WITHDRAWING, _A.SET_WITHDRAW),
-    (_R.READY, _F.PEER_LOST): _to(_R.CUT),
-    (_R.READY, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
-    (_R.WITHDRAWING, _F.FLIPPED): _to(_R.ACTIVE, _A.TELL_FLIPPED),
-    (_R.WITHDRAWING, _F.UNSEEN): _to(_R.WITHDRAWN, _A.TELL_WITHDRAWN),
-    (_R.WITHDRAWING, _F.PEER_LOST): _to(_R.WITHDRAWN, _A.TELL_WITHDRAWN),
-    (_R.WITHDRAWING, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
-    (_R.CUT, _F.WITHDRAW): _to(_R.WITHDRAWN, _A.SET_WITHDRAW, _A.TELL_WITHDRAWN),
-    (_R.CUT, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
-    (_R.CUT, _F.PEER_LOST): _to(_R.CUT),
-    # Copies that were under way land all the same. They make nobody ready any more.
-    (_R.DECLINED, _F.COMPLETE): _to(_R.DECLINED),
-    (_R.DECLINED, _F.PEER_LOST): _to(_R.DECLINED),
-    (_R.DECLINED, _F.WITHDRAW): _to(_R.DECLINED, _A.TELL_WITHDRAWN),
-    (_R.DECLINED, _F.BURN): _to(_R.DRAINING),
-    (_R.WITHDRAWN, _F.PEER_LOST): _to(_R.WITHDRAWN),
-    (_R.WITHDRAWN, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
-    (_R.WITHDRAWN, _F.BURN): _to(_R.DRAINING),
-    (_R.DRAINING, _F.COMPLETE): _to(_R.DRAINING),
-    (_R.DRAINING, _F.PEER_LOST): _to(_R.DRAINING),
-    (_R.DRAINING, _F.QUIET): _to(_R.BURNED, _A.FREE_NEW, _A.TELL_RECLAIMED),
-    (_R.ACTIVE, _F.FLIPPED): _to(_R.ACTIVE),
-    (_R.ACTIVE, _F.WITHDRAW): _to(_R.ACTIVE),
-    (_R.ACTIVE, _F.ADOPT): _to(_R.ACTIVE),
-    (_R.ACTIVE, _F.PEER_LOST): _to(_R.ACTIVE),
-    (_R.ACTIVE, _F.QUIET): _to(_R.SETTLED, _A.FREE_OLD, _A.TELL_RECLAIMED),
-    (_R.SETTLED, _F.WITHDRAW): _to(_R.SETTLED),
-    (_R.SETTLED, _F.ADOPT): _to(_R.SETTLED),
-    (_R.SETTLED, _F.PEER_LOST): _to(_R.SETTLED),
-}
+RANK: Table[RankPhase, RankEvent, Action] = Table(
+    (_F.PREPARE, _F.WITHDRAW, _F.ADOPT, _F.BURN),
+    {
+        (_R.NEW, _F.PREPARE): _to(_R.RECEIVING, _A.LOAD_TABLE),
+        (_R.RECEIVING, _F.COMPLETE): _to(_R.READY, _A.SET_READY, _A.TELL_READY),
+        (_R.RECEIVING, _F.WITHDRAW): _to(_R.DECLINED, _A.TELL_WITHDRAWN),
+        # Without waiting for the head: to become ready while no step completes is a word that nobody could take back.
+        (_R.RECEIVING, _F.PEER_LOST): _to(_R.DECLINED),
+        (_R.READY, _F.FLIPPED): _to(_R.ACTIVE, _A.TELL_FLIPPED),
+        (_R.READY, _F.WITHDRAW): _to(_R.WITHDRAWING, _A.SET_WITHDRAW),
+        (_R.READY, _F.PEER_LOST): _to(_R.CUT),
+        (_R.READY, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
+        (_R.WITHDRAWING, _F.FLIPPED): _to(_R.ACTIVE, _A.TELL_FLIPPED),
+        (_R.WITHDRAWING, _F.UNSEEN): _to(_R.WITHDRAWN, _A.TELL_WITHDRAWN),
+        (_R.WITHDRAWING, _F.PEER_LOST): _to(_R.WITHDRAWN, _A.TELL_WITHDRAWN),
+        (_R.WITHDRAWING, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
+        (_R.CUT, _F.WITHDRAW): _to(_R.WITHDRAWN, _A.SET_WITHDRAW, _A.TELL_WITHDRAWN),
+        (_R.CUT, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
+        (_R.CUT, _F.PEER_LOST): _to(_R.CUT),
+        # Copies that were under way land all the same. They make nobody ready any more.
+        (_R.DECLINED, _F.COMPLETE): _to(_R.DECLINED),
+        (_R.DECLINED, _F.PEER_LOST): _to(_R.DECLINED),
+        (_R.DECLINED, _F.WITHDRAW): _to(_R.DECLINED, _A.TELL_WITHDRAWN),
+        (_R.DECLINED, _F.BURN): _to(_R.DRAINING),
+        (_R.WITHDRAWN, _F.PEER_LOST): _to(_R.WITHDRAWN),
+        (_R.WITHDRAWN, _F.ADOPT): _to(_R.ACTIVE, _A.SET_ACTIVE, _A.TELL_FLIPPED),
+        (_R.WITHDRAWN, _F.BURN): _to(_R.DRAINING),
+        (_R.DRAINING, _F.COMPLETE): _to(_R.DRAINING),
+        (_R.DRAINING, _F.PEER_LOST): _to(_R.DRAINING),
+        (_R.DRAINING, _F.QUIET): _to(_R.BURNED, _A.FREE_NEW, _A.TELL_RECLAIMED),
+        (_R.ACTIVE, _F.FLIPPED): _to(_R.ACTIVE),
+        (_R.ACTIVE, _F.WITHDRAW): _to(_R.ACTIVE),
+        (_R.ACTIVE, _F.ADOPT): _to(_R.ACTIVE),
+        (_R.ACTIVE, _F.PEER_LOST): _to(_R.ACTIVE),
+        (_R.ACTIVE, _F.QUIET): _to(_R.SETTLED, _A.FREE_OLD, _A.TELL_RECLAIMED),
+        (_R.SETTLED, _F.WITHDRAW): _to(_R.SETTLED),
+        (_R.SETTLED, _F.ADOPT): _to(_R.SETTLED),
+        (_R.SETTLED, _F.PEER_LOST): _to(_R.SETTLED),
+    },
+)
 """ADOPT never meets DECLINED: an epoch that is active somewhere had every rank ready. A rank between a lost peer and
 the new membership gives each epoch that it hears of PEER_LOST right after PREPARE."""
-
-REMOTE_EVENTS = frozenset({_E.FLIPPED, _F.PREPARE, _F.WITHDRAW, _F.ADOPT, _F.BURN})
-"""Events that a message of another process causes directly."""
-
-
-def advance(table: dict[tuple[P, E], Transition[P]], phase: P, event: E, what: str) -> Transition[P]:
-    """The transition for `event` in `phase`; `what` names the epoch in the error.
-
-    Raises:
-        RemoteProtocolError: the table has no such pair and a message caused the event.
-        LocalProtocolError: the table has no such pair and this side caused the event.
-    """
-    transition = table.get((phase, event))
-    if transition is None:
-        kind = RemoteProtocolError if event in REMOTE_EVENTS else LocalProtocolError
-        raise kind(f"{what}: {event.value} in state {phase.value}")
-    return transition
 
 
 def diagram() -> str:
     """Both tables as Mermaid state diagrams, in Markdown, for docs/protocol.md."""
-    parts = []
-    for title, rows in (
-        ("Epoch, as the head sees it", {(p.value, e.value): (t.phase.value, t.actions) for (p, e), t in STAGE.items()}),
-        ("Epoch on a rank", {(p.value, e.value): (t.phase.value, t.actions) for (p, e), t in RANK.items()}),
-    ):
-        parts += [f"### {title}", "", "```mermaid", "stateDiagram-v2"]
-        for (source, event), (target, actions) in rows.items():
-            label = event + (" / " + ", ".join(action.value for action in actions) if actions else "")
-            parts.append(f"    {'[*]' if source == 'new' else source} --> {target}: {label}")
-        parts += ["```", ""]
-    return "\n".join(parts)
+    return "\n".join([*STAGE.draw("Epoch, as the head sees it"), *RANK.draw("Epoch on a rank")])

@@ -21,9 +21,9 @@ RemoteProtocolError, else a LocalProtocolError. `diagram` draws docs/protocol.md
 from __future__ import annotations
 
 import enum
-from typing import Generic, NamedTuple, TypeVar
 
-from engine.errors import LocalProtocolError, RemoteProtocolError
+from engine.core.tables import Table
+from engine.core.tables import go as _to
 
 
 class Action(enum.Enum):
@@ -42,7 +42,9 @@ class Action(enum.Enum):
     # decode side
     GRANT = "PagesGranted to the prefill rank"
     COUNT = "count pages"
-    RUN = "own the memory, emit the first token"
+    OWN = "own the memory"
+    RUN = "emit the first token"
+    READ_BACK = "checksum what was written"
     QUARANTINE = "quarantine granted memory, free the rest"
     REVOKE = "GrantRevoked to the prefill rank"
     FINISH = "RequestFinished to the head"
@@ -88,11 +90,15 @@ class PrefillEvent(enum.Enum):
 
 
 class DecodePhase(enum.Enum):
-    """A request's state on its decode rank. QUARANTINED: the request is over, its epoch is not."""
+    """A request's state on its decode rank.
+
+    QUARANTINED: the request is over, its epoch is not. CHECKING: its epoch is over, and what was written is read back.
+    """
 
     NEW = "new"
     WAITING = "waiting"
     GRANTED = "granted"
+    CHECKING = "checking"
     RUNNING = "running"
     QUARANTINED = "quarantined"
     CLOSED = "closed"
@@ -104,172 +110,131 @@ class DecodeEvent(enum.Enum):
     ROOM = "room found"
     PUSHED = "PagesPushed"
     COMMIT = "PrefillCommitted"
+    COMMIT_UNREAD = "PrefillCommitted, checksums on"
     BAD_COMMIT = "PrefillCommitted, wrong counts"
     EPOCH_ENDED = "EpochEnded"
     ABORT = "Abort"
     OVERDUE = "grant_s over"
+    READ_LATE = "transfer_s over"
     LINK_LOST = "link lost"
     LINK_UP = "link up again"
     PEER_DOWN = "PeerDown"
+    SOUND = "checksums agree"
+    CORRUPT = "checksums differ"
     FINISH = "last token"
-
-
-P = TypeVar("P", PrefillPhase, DecodePhase)
-E = TypeVar("E", PrefillEvent, DecodeEvent)
-
-
-class Transition(NamedTuple, Generic[P]):
-    phase: P
-    actions: tuple[Action, ...]
-
-
-def _to(phase: P, *actions: Action) -> Transition[P]:
-    return Transition(phase, actions)
 
 
 _P, _E, _A = PrefillPhase, PrefillEvent, Action
 
-PREFILL: dict[tuple[PrefillPhase, PrefillEvent], Transition[PrefillPhase]] = {
-    (_P.NEW, _E.START): _to(_P.STARTED),
-    (_P.NEW, _E.REFUSE): _to(_P.CLOSED, _A.FAIL),
-    (_P.NEW, _E.GRANT): _to(_P.GRANTED),
-    (_P.STARTED, _E.GRANT): _to(_P.QUEUED, _A.ENQUEUE),
-    (_P.STARTED, _E.ABORT): _to(_P.CLOSED, _A.ACK),
-    (_P.STARTED, _E.LINK_LOST): _to(_P.CLOSED, _A.FAIL),
-    (_P.GRANTED, _E.START): _to(_P.QUEUED, _A.ENQUEUE),
-    (_P.GRANTED, _E.REFUSE): _to(_P.CLOSED, _A.FAIL, _A.END_EPOCH),
-    (_P.GRANTED, _E.ABORT): _to(_P.CLOSED, _A.ACK, _A.END_EPOCH),
-    (_P.GRANTED, _E.REVOKE): _to(_P.CLOSED, _A.END_EPOCH),
-    (_P.GRANTED, _E.LINK_LOST): _to(_P.CLOSED),
-    (_P.QUEUED, _E.BAD_GRANT): _to(_P.CLOSED, _A.FAIL, _A.END_EPOCH),
-    (_P.QUEUED, _E.ADMIT): _to(_P.WORKING),
-    (_P.QUEUED, _E.ABORT): _to(_P.CLOSED, _A.ACK, _A.END_EPOCH),
-    (_P.QUEUED, _E.REVOKE): _to(_P.CLOSED, _A.END_EPOCH),
-    (_P.QUEUED, _E.LINK_LOST): _to(_P.CLOSED, _A.FAIL),
-    (_P.WORKING, _E.CHUNK): _to(_P.WORKING, _A.PUSH),
-    (_P.WORKING, _E.PUSHED): _to(_P.WORKING, _A.TELL),
-    (_P.WORKING, _E.COMPLETE): _to(_P.CLOSED, _A.COMMIT, _A.FREE),
-    (_P.WORKING, _E.PUSH_VOID): _to(_P.ENDING, _A.FAIL),
-    (_P.WORKING, _E.PUSH_OVERDUE): _to(_P.ENDING, _A.FAIL),
-    (_P.WORKING, _E.PUSH_FAILED): _to(_P.TAINTED, _A.FAIL),
-    (_P.WORKING, _E.ABORT): _to(_P.ENDING, _A.ACK),
-    (_P.WORKING, _E.REVOKE): _to(_P.ENDING),
-    (_P.WORKING, _E.LINK_LOST): _to(_P.ORPHANED, _A.FAIL),
-    (_P.ENDING, _E.CHUNK): _to(_P.ENDING),
-    (_P.ENDING, _E.PUSHED): _to(_P.ENDING),
-    (_P.ENDING, _E.PUSH_VOID): _to(_P.ENDING),
-    (_P.ENDING, _E.PUSH_OVERDUE): _to(_P.ENDING),
-    (_P.ENDING, _E.PUSH_FAILED): _to(_P.TAINTED),
-    (_P.ENDING, _E.ABORT): _to(_P.ENDING, _A.ACK),
-    (_P.ENDING, _E.REVOKE): _to(_P.ENDING),
-    (_P.ENDING, _E.LINK_LOST): _to(_P.ORPHANED),
-    (_P.ENDING, _E.QUIET): _to(_P.CLOSED, _A.END_EPOCH, _A.FREE),
-    (_P.ORPHANED, _E.CHUNK): _to(_P.ORPHANED),
-    (_P.ORPHANED, _E.PUSHED): _to(_P.ORPHANED),
-    (_P.ORPHANED, _E.PUSH_VOID): _to(_P.ORPHANED),
-    (_P.ORPHANED, _E.PUSH_OVERDUE): _to(_P.ORPHANED),
-    (_P.ORPHANED, _E.PUSH_FAILED): _to(_P.TAINTED),
-    (_P.ORPHANED, _E.PEER_DOWN): _to(_P.ORPHANED),
-    (_P.ORPHANED, _E.ABORT): _to(_P.ORPHANED, _A.ACK),
-    # The same decode process came back over a new link and asks for the epoch's end: now there is somebody to tell.
-    (_P.ORPHANED, _E.REVOKE): _to(_P.ENDING),
-    (_P.ORPHANED, _E.QUIET): _to(_P.CLOSED, _A.FREE),
-    (_P.TAINTED, _E.CHUNK): _to(_P.TAINTED),
-    (_P.TAINTED, _E.PUSHED): _to(_P.TAINTED),
-    (_P.TAINTED, _E.PUSH_VOID): _to(_P.TAINTED),
-    (_P.TAINTED, _E.PUSH_OVERDUE): _to(_P.TAINTED),
-    (_P.TAINTED, _E.PUSH_FAILED): _to(_P.TAINTED),
-    (_P.TAINTED, _E.ABORT): _to(_P.TAINTED, _A.ACK),
-    (_P.TAINTED, _E.REVOKE): _to(_P.TAINTED),
-    (_P.TAINTED, _E.LINK_LOST): _to(_P.TAINTED),
-    # The memory that it could have harmed died with its process.
-    (_P.TAINTED, _E.PEER_DOWN): _to(_P.ORPHANED),
-    (_P.TAINTED, _E.QUIET): _to(_P.BURNT, _A.FREE),
-    (_P.BURNT, _E.ABORT): _to(_P.BURNT, _A.ACK),
-    (_P.BURNT, _E.REVOKE): _to(_P.BURNT),
-    (_P.BURNT, _E.LINK_LOST): _to(_P.BURNT),
-    (_P.BURNT, _E.PEER_DOWN): _to(_P.CLOSED),
-}
+PREFILL: Table[PrefillPhase, PrefillEvent, Action] = Table(
+    (_E.START, _E.GRANT, _E.REVOKE),
+    {
+        (_P.NEW, _E.START): _to(_P.STARTED),
+        (_P.NEW, _E.REFUSE): _to(_P.CLOSED, _A.FAIL),
+        (_P.NEW, _E.GRANT): _to(_P.GRANTED),
+        (_P.STARTED, _E.GRANT): _to(_P.QUEUED, _A.ENQUEUE),
+        (_P.STARTED, _E.ABORT): _to(_P.CLOSED, _A.ACK),
+        (_P.STARTED, _E.LINK_LOST): _to(_P.CLOSED, _A.FAIL),
+        (_P.GRANTED, _E.START): _to(_P.QUEUED, _A.ENQUEUE),
+        (_P.GRANTED, _E.REFUSE): _to(_P.CLOSED, _A.FAIL, _A.END_EPOCH),
+        (_P.GRANTED, _E.ABORT): _to(_P.CLOSED, _A.ACK, _A.END_EPOCH),
+        (_P.GRANTED, _E.REVOKE): _to(_P.CLOSED, _A.END_EPOCH),
+        (_P.GRANTED, _E.LINK_LOST): _to(_P.CLOSED),
+        (_P.QUEUED, _E.BAD_GRANT): _to(_P.CLOSED, _A.FAIL, _A.END_EPOCH),
+        (_P.QUEUED, _E.ADMIT): _to(_P.WORKING),
+        (_P.QUEUED, _E.ABORT): _to(_P.CLOSED, _A.ACK, _A.END_EPOCH),
+        (_P.QUEUED, _E.REVOKE): _to(_P.CLOSED, _A.END_EPOCH),
+        (_P.QUEUED, _E.LINK_LOST): _to(_P.CLOSED, _A.FAIL),
+        (_P.WORKING, _E.CHUNK): _to(_P.WORKING, _A.PUSH),
+        (_P.WORKING, _E.PUSHED): _to(_P.WORKING, _A.TELL),
+        (_P.WORKING, _E.COMPLETE): _to(_P.CLOSED, _A.COMMIT, _A.FREE),
+        (_P.WORKING, _E.PUSH_VOID): _to(_P.ENDING, _A.FAIL),
+        (_P.WORKING, _E.PUSH_OVERDUE): _to(_P.ENDING, _A.FAIL),
+        (_P.WORKING, _E.PUSH_FAILED): _to(_P.TAINTED, _A.FAIL),
+        (_P.WORKING, _E.ABORT): _to(_P.ENDING, _A.ACK),
+        (_P.WORKING, _E.REVOKE): _to(_P.ENDING),
+        (_P.WORKING, _E.LINK_LOST): _to(_P.ORPHANED, _A.FAIL),
+        (_P.ENDING, _E.CHUNK): _to(_P.ENDING),
+        (_P.ENDING, _E.PUSHED): _to(_P.ENDING),
+        (_P.ENDING, _E.PUSH_VOID): _to(_P.ENDING),
+        (_P.ENDING, _E.PUSH_OVERDUE): _to(_P.ENDING),
+        (_P.ENDING, _E.PUSH_FAILED): _to(_P.TAINTED),
+        (_P.ENDING, _E.ABORT): _to(_P.ENDING, _A.ACK),
+        (_P.ENDING, _E.REVOKE): _to(_P.ENDING),
+        (_P.ENDING, _E.LINK_LOST): _to(_P.ORPHANED),
+        (_P.ENDING, _E.QUIET): _to(_P.CLOSED, _A.END_EPOCH, _A.FREE),
+        (_P.ORPHANED, _E.CHUNK): _to(_P.ORPHANED),
+        (_P.ORPHANED, _E.PUSHED): _to(_P.ORPHANED),
+        (_P.ORPHANED, _E.PUSH_VOID): _to(_P.ORPHANED),
+        (_P.ORPHANED, _E.PUSH_OVERDUE): _to(_P.ORPHANED),
+        (_P.ORPHANED, _E.PUSH_FAILED): _to(_P.TAINTED),
+        (_P.ORPHANED, _E.PEER_DOWN): _to(_P.ORPHANED),
+        (_P.ORPHANED, _E.ABORT): _to(_P.ORPHANED, _A.ACK),
+        # The same decode process came back over a new link and asks for the epoch's end: now there is somebody to tell.
+        (_P.ORPHANED, _E.REVOKE): _to(_P.ENDING),
+        (_P.ORPHANED, _E.QUIET): _to(_P.CLOSED, _A.FREE),
+        (_P.TAINTED, _E.CHUNK): _to(_P.TAINTED),
+        (_P.TAINTED, _E.PUSHED): _to(_P.TAINTED),
+        (_P.TAINTED, _E.PUSH_VOID): _to(_P.TAINTED),
+        (_P.TAINTED, _E.PUSH_OVERDUE): _to(_P.TAINTED),
+        (_P.TAINTED, _E.PUSH_FAILED): _to(_P.TAINTED),
+        (_P.TAINTED, _E.ABORT): _to(_P.TAINTED, _A.ACK),
+        (_P.TAINTED, _E.REVOKE): _to(_P.TAINTED),
+        (_P.TAINTED, _E.LINK_LOST): _to(_P.TAINTED),
+        # The memory that it could have harmed died with its process.
+        (_P.TAINTED, _E.PEER_DOWN): _to(_P.ORPHANED),
+        (_P.TAINTED, _E.QUIET): _to(_P.BURNT, _A.FREE),
+        (_P.BURNT, _E.ABORT): _to(_P.BURNT, _A.ACK),
+        (_P.BURNT, _E.REVOKE): _to(_P.BURNT),
+        (_P.BURNT, _E.LINK_LOST): _to(_P.BURNT),
+        (_P.BURNT, _E.PEER_DOWN): _to(_P.CLOSED),
+    },
+)
 """An epoch that P does not know any more has ended, so a REVOKE of it is answered by EpochEnded outside the table."""
 
 _D, _F = DecodePhase, DecodeEvent
 
-DECODE: dict[tuple[DecodePhase, DecodeEvent], Transition[DecodePhase]] = {
-    (_D.NEW, _F.RESERVE): _to(_D.WAITING),
-    (_D.NEW, _F.REFUSE): _to(_D.CLOSED, _A.FAIL),
-    (_D.WAITING, _F.ROOM): _to(_D.GRANTED, _A.GRANT),
-    (_D.WAITING, _F.ABORT): _to(_D.CLOSED, _A.ACK),
-    (_D.WAITING, _F.OVERDUE): _to(_D.CLOSED, _A.FAIL),
-    (_D.WAITING, _F.LINK_LOST): _to(_D.CLOSED, _A.FAIL),
-    (_D.WAITING, _F.PEER_DOWN): _to(_D.CLOSED, _A.FAIL),
-    (_D.GRANTED, _F.PUSHED): _to(_D.GRANTED, _A.COUNT),
-    (_D.GRANTED, _F.COMMIT): _to(_D.RUNNING, _A.RUN),
-    # A writer that miscounts is not believed when it says that it ended: it is asked again, by a revoke.
-    (_D.GRANTED, _F.BAD_COMMIT): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE, _A.REVOKE),
-    (_D.GRANTED, _F.EPOCH_ENDED): _to(_D.CLOSED, _A.FAIL, _A.FREE),
-    (_D.GRANTED, _F.ABORT): _to(_D.QUARANTINED, _A.ACK, _A.QUARANTINE, _A.REVOKE),
-    (_D.GRANTED, _F.OVERDUE): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE, _A.REVOKE),
-    (_D.GRANTED, _F.LINK_LOST): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE),
-    (_D.GRANTED, _F.PEER_DOWN): _to(_D.CLOSED, _A.FAIL, _A.FREE),
-    (_D.QUARANTINED, _F.PUSHED): _to(_D.QUARANTINED),
-    (_D.QUARANTINED, _F.COMMIT): _to(_D.CLOSED, _A.FREE),
-    (_D.QUARANTINED, _F.BAD_COMMIT): _to(_D.QUARANTINED),
-    (_D.QUARANTINED, _F.EPOCH_ENDED): _to(_D.CLOSED, _A.FREE),
-    (_D.QUARANTINED, _F.ABORT): _to(_D.QUARANTINED, _A.ACK),
-    (_D.QUARANTINED, _F.LINK_LOST): _to(_D.QUARANTINED),
-    (_D.QUARANTINED, _F.LINK_UP): _to(_D.QUARANTINED, _A.REVOKE),
-    (_D.QUARANTINED, _F.PEER_DOWN): _to(_D.CLOSED, _A.FREE),
-    (_D.RUNNING, _F.ABORT): _to(_D.CLOSED, _A.ACK, _A.FREE),
-    (_D.RUNNING, _F.FINISH): _to(_D.CLOSED, _A.FINISH, _A.FREE),
-}
+DECODE: Table[DecodePhase, DecodeEvent, Action] = Table(
+    (_F.RESERVE, _F.PUSHED, _F.COMMIT, _F.COMMIT_UNREAD, _F.BAD_COMMIT, _F.EPOCH_ENDED),
+    {
+        (_D.NEW, _F.RESERVE): _to(_D.WAITING),
+        (_D.NEW, _F.REFUSE): _to(_D.CLOSED, _A.FAIL),
+        (_D.WAITING, _F.ROOM): _to(_D.GRANTED, _A.GRANT),
+        (_D.WAITING, _F.ABORT): _to(_D.CLOSED, _A.ACK),
+        (_D.WAITING, _F.OVERDUE): _to(_D.CLOSED, _A.FAIL),
+        (_D.WAITING, _F.LINK_LOST): _to(_D.CLOSED, _A.FAIL),
+        (_D.WAITING, _F.PEER_DOWN): _to(_D.CLOSED, _A.FAIL),
+        (_D.GRANTED, _F.PUSHED): _to(_D.GRANTED, _A.COUNT),
+        (_D.GRANTED, _F.COMMIT): _to(_D.RUNNING, _A.OWN, _A.RUN),
+        (_D.GRANTED, _F.COMMIT_UNREAD): _to(_D.CHECKING, _A.OWN, _A.READ_BACK),
+        # A writer that miscounts is not believed when it says that it ended: it is asked again, by a revoke.
+        (_D.GRANTED, _F.BAD_COMMIT): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE, _A.REVOKE),
+        (_D.GRANTED, _F.EPOCH_ENDED): _to(_D.CLOSED, _A.FAIL, _A.FREE),
+        (_D.GRANTED, _F.ABORT): _to(_D.QUARANTINED, _A.ACK, _A.QUARANTINE, _A.REVOKE),
+        (_D.GRANTED, _F.OVERDUE): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE, _A.REVOKE),
+        (_D.GRANTED, _F.LINK_LOST): _to(_D.QUARANTINED, _A.FAIL, _A.QUARANTINE),
+        (_D.GRANTED, _F.PEER_DOWN): _to(_D.CLOSED, _A.FAIL, _A.FREE),
+        (_D.QUARANTINED, _F.PUSHED): _to(_D.QUARANTINED),
+        (_D.QUARANTINED, _F.COMMIT): _to(_D.CLOSED, _A.FREE),
+        (_D.QUARANTINED, _F.BAD_COMMIT): _to(_D.QUARANTINED),
+        (_D.QUARANTINED, _F.EPOCH_ENDED): _to(_D.CLOSED, _A.FREE),
+        (_D.QUARANTINED, _F.ABORT): _to(_D.QUARANTINED, _A.ACK),
+        (_D.QUARANTINED, _F.LINK_LOST): _to(_D.QUARANTINED),
+        (_D.QUARANTINED, _F.LINK_UP): _to(_D.QUARANTINED, _A.REVOKE),
+        (_D.QUARANTINED, _F.PEER_DOWN): _to(_D.CLOSED, _A.FREE),
+        # The commit ended the epoch whatever was written, so nothing here is for quarantine.
+        (_D.CHECKING, _F.SOUND): _to(_D.RUNNING, _A.RUN),
+        (_D.CHECKING, _F.CORRUPT): _to(_D.CLOSED, _A.FAIL, _A.FREE),
+        (_D.CHECKING, _F.ABORT): _to(_D.CLOSED, _A.ACK, _A.FREE),
+        (_D.CHECKING, _F.READ_LATE): _to(_D.CLOSED, _A.FAIL, _A.FREE),
+        (_D.RUNNING, _F.ABORT): _to(_D.CLOSED, _A.ACK, _A.FREE),
+        (_D.RUNNING, _F.FINISH): _to(_D.CLOSED, _A.FINISH, _A.FREE),
+    },
+)
 """An epoch leaves the epoch map of a decode rank when its writer may write no more; an EpochEnded that answers a revoke
 which a commit had overtaken finds nothing there and is ignored, outside the table."""
-
-REMOTE_EVENTS = frozenset(
-    {
-        _E.START, _E.GRANT, _E.REVOKE,
-        _F.RESERVE, _F.PUSHED, _F.COMMIT, _F.BAD_COMMIT, _F.EPOCH_ENDED,
-    }
-)  # fmt: skip
-"""Events that a message of another process causes directly."""
-
-
-def advance(table: dict[tuple[P, E], Transition[P]], phase: P, event: E, what: str) -> Transition[P]:
-    """The transition for `event` in `phase`; `what` names the request in the error.
-
-    Raises:
-        RemoteProtocolError: the table has no such pair and a message caused the event.
-        LocalProtocolError: the table has no such pair and this side caused the event.
-    """
-    transition = table.get((phase, event))
-    if transition is None:
-        kind = RemoteProtocolError if event in REMOTE_EVENTS else LocalProtocolError
-        raise kind(f"{what}: {event.value} in state {phase.value}")
-    return transition
 
 
 def diagram() -> str:
     """Both tables as Mermaid state diagrams, in Markdown, for docs/protocol.md."""
-    return "\n".join(
-        [
-            "### Prefill side",
-            "",
-            *_mermaid({(p.value, e.value): (t.phase.value, t.actions) for (p, e), t in PREFILL.items()}),
-            "",
-            "### Decode side",
-            "",
-            *_mermaid({(p.value, e.value): (t.phase.value, t.actions) for (p, e), t in DECODE.items()}),
-            "",
-        ]
-    )
-
-
-def _mermaid(rows: dict[tuple[str, str], tuple[str, tuple[Action, ...]]]) -> list[str]:
-    lines = ["```mermaid", "stateDiagram-v2"]
-    for (source, event), (target, actions) in rows.items():
-        label = event + (" / " + ", ".join(action.value for action in actions) if actions else "")
-        left = "[*]" if source == "new" else source
-        right = "[*]" if target == "closed" else target
-        lines.append(f"    {left} --> {right}: {label}")
-    lines.append("```")
-    return lines
+    return "\n".join([*PREFILL.draw("Prefill side"), *DECODE.draw("Decode side")])

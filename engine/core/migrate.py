@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.epochs import STAGE, Action, StageEvent, StagePhase, advance
+from engine.core.epochs import STAGE, Action, StageEvent, StagePhase
 from engine.core.moves import Stage
 from engine.core.placement import Placement
 from engine.errors import LocalProtocolError, RemoteProtocolError
@@ -92,6 +92,13 @@ class Migration:
     def blocks_membership(self) -> bool:
         """True while it is open whether the epoch at hand became active: no membership may be named without knowing."""
         return self.phase in (StagePhase.WITHDRAWING, StagePhase.FLIP)
+
+    @property
+    def late_to_empty(self) -> tuple[int, ...]:
+        """Ranks that have to say yet that the slots of a burned epoch are empty."""
+        if self.phase is not StagePhase.DRAINING:
+            return ()
+        return tuple(sorted(self._generations.keys() - self._reclaimed))
 
     def start(self) -> tuple[Order, ...]:
         """Begins the first stage, unless paused before."""
@@ -197,7 +204,7 @@ class Migration:
         return orders
 
     def _advance(self, event: StageEvent) -> tuple[Order, ...]:
-        transition = advance(STAGE, self.phase, event, f"epoch {self.epoch}")
+        transition = STAGE.follow(self.phase, event, f"epoch {self.epoch}")
         self.phase = transition.phase
         ranks = sorted(self._generations)
         orders = tuple(Order(action, rank, self.epoch) for action in transition.actions for rank in ranks)

@@ -76,6 +76,16 @@ class PagePool:
     def state_of(self, unit: int) -> PageState:
         return PageState(self._states[unit])
 
+    def find(self, units: Iterable[int], state: PageState) -> int | None:
+        """The first of `units` in that state."""
+        states, wanted = self._states, int(state)
+        return next((unit for unit in units if states[unit] == wanted), None)
+
+    def find_other(self, units: Iterable[int], state: PageState) -> int | None:
+        """The first of `units` in another state."""
+        states, wanted = self._states, int(state)
+        return next((unit for unit in units if states[unit] != wanted), None)
+
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Takes `count` free units and owns them; None when there are not enough.
 

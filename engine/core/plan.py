@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Self, overload
 
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.pact import GroupStep
 from transport.messages import Sampling
 
 
@@ -55,13 +61,116 @@ class DecodeRow:
     sampling: Sampling
 
 
+Ints = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roster:
+    """What stays the same from step to step as long as the same sequences take part. Arrays are never written.
+
+    Attributes:
+        requests, slabs: int64[rows].
+        pages, sampling: of each row, as in DecodeRow.
+        tables: int64[rows, widest], the page ids, filled up with zeros.
+    """
+
+    requests: Ints
+    slabs: Ints
+    pages: tuple[tuple[int, ...], ...]
+    sampling: tuple[Sampling, ...]
+    tables: Ints
+
+
+def build_roster(
+    requests: Ints, slabs: Ints, pages: tuple[tuple[int, ...], ...], sampling: tuple[Sampling, ...]
+) -> Roster:
+    """A roster with its table of pages."""
+    tables = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
+    for line, units in zip(tables, pages, strict=True):
+        line[: len(units)] = units
+    return Roster(requests, slabs, pages, sampling, tables)
+
+
+class DecodeRows(Sequence[DecodeRow]):
+    """The decode rows of a step: a sequence of DecodeRow, kept as columns.
+
+    Attributes:
+        roster: who takes part.
+        positions: int64[rows].
+        tokens: int64[rows], -1 where the token is None.
+    """
+
+    __slots__ = ("positions", "roster", "tokens")
+
+    def __init__(self, roster: Roster, positions: Ints, tokens: Ints) -> None:
+        self.roster, self.positions, self.tokens = roster, positions, tokens
+
+    @classmethod
+    def of(cls, rows: Sequence[DecodeRow]) -> Self:
+        """The same rows as columns."""
+        roster = build_roster(
+            np.array([row.request for row in rows], np.int64),
+            np.array([row.slab for row in rows], np.int64),
+            tuple(row.pages for row in rows),
+            tuple(row.sampling for row in rows),
+        )
+        tokens = [-1 if row.token is None else row.token for row in rows]
+        return cls(roster, np.array([row.position for row in rows], np.int64), np.array(tokens, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, at: int) -> DecodeRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[DecodeRow]: ...
+    def __getitem__(self, at: int | slice) -> DecodeRow | Sequence[DecodeRow]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        roster, token = self.roster, int(self.tokens[at])
+        return DecodeRow(
+            int(roster.requests[at]),
+            int(roster.slabs[at]),
+            int(self.positions[at]),
+            None if token < 0 else token,
+            roster.pages[at],
+            roster.sampling[at],
+        )
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        roster = self.roster
+        columns = roster.requests.tolist(), roster.slabs.tolist(), self.positions.tolist(), self.tokens.tolist()
+        for request, slab, position, token, pages, sampling in zip(
+            *columns, roster.pages, roster.sampling, strict=True
+        ):
+            yield DecodeRow(request, slab, position, None if token < 0 else token, pages, sampling)
+
+
+IDLE_STEP = 0
+"""Number of every step without rows: it has no place in the order of a rank's own steps, which count from 1."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Rows that a later step depends on are ordered by the device: plans run in submission order."""
+    """One step. Rows that a later step depends on are ordered by the device: plans run in submission order.
+
+    Attributes:
+        step: number, ascending; IDLE_STEP for one without rows and chunks, which a rank of a group runs because others
+            have some.
+        idle: pact word: steps in a row, this one included, without rows or another reason to go on.
+        stop: pact word: nothing is left to do here and the head wants the rank to end.
+    """
 
     step: int
     chunks: tuple[PrefillChunk, ...]
-    rows: tuple[DecodeRow, ...]
+    rows: Sequence[DecodeRow]
+    idle: int = 0
+    stop: bool = False
+
+    @property
+    def columns(self) -> DecodeRows:
+        """`rows` as columns; what `plan_step` makes has them already."""
+        return self.rows if isinstance(self.rows, DecodeRows) else DecodeRows.of(self.rows)
 
     @property
     def is_empty(self) -> bool:
@@ -74,11 +183,14 @@ class StepResult:
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
-        row_tokens: per decode row, the sampled token.
-        device_us: time the device worked on it, microseconds (its own measure).
+        row_tokens: per decode row, the sampled token; an `array.array` where the device has them as a column.
+        device_us: time the device worked on it, microseconds (its own measure). In a group, waiting for others is
+            part of it.
+        group: the group's step that it was computed in; None for a rank without a group.
     """
 
     step: int
     chunk_tokens: tuple[int | None, ...]
-    row_tokens: tuple[int, ...]
+    row_tokens: Sequence[int]
     device_us: int
+    group: GroupStep | None = None

@@ -14,7 +14,7 @@ from typing import Literal
 
 from engine.core.arena import Arena
 from engine.core.effects import DropLink, Effect, StartPush, ToHead, ToPeer
-from engine.core.handoff import PREFILL, Action, PrefillEvent, PrefillPhase, advance
+from engine.core.handoff import PREFILL, Action, PrefillEvent, PrefillPhase
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
@@ -141,7 +141,16 @@ class PrefillSide:
             case _:
                 raise RemoteProtocolError(f"decode rank {peer.rank} sent {type(message).__name__}")
 
-    def on_push_done(self, key: RequestKey, first: int, count: int, num_bytes: int, post_us: int, now_us: int) -> None:
+    def on_push_done(
+        self,
+        key: RequestKey,
+        first: int,
+        count: int,
+        num_bytes: int,
+        post_us: int,
+        now_us: int,
+        checksum: int | None = None,
+    ) -> None:
         """Pages [first, first + count) of a prompt's grant are written."""
         prompt = self.prompts[key]
         self._count_push_end(prompt)
@@ -154,7 +163,7 @@ class PrefillSide:
         for action in self._advance(prompt, PrefillEvent.PUSHED):
             assert action is Action.TELL
             assert prompt.grant is not None
-            word = PagesPushed(prompt.key[0], prompt.grant.epoch, first, count, num_bytes)
+            word = PagesPushed(prompt.key[0], prompt.grant.epoch, first, count, num_bytes, checksum)
             self._outbox.append(ToPeer(prompt.link, word))
         if prompt.phase is PrefillPhase.WORKING:
             if prompt.arrived == len(prompt.pages) and prompt.computed == prompt.num_ids and prompt.is_quiet:
@@ -252,6 +261,7 @@ class PrefillSide:
             pushed_bytes=self._pushed_bytes,
             pushes=self._pushes,
             pushes_inflight=self._pushes_inflight,
+            corrupt_pushes=0,
         )
 
     def check(self) -> None:
@@ -346,7 +356,7 @@ class PrefillSide:
             self._move(prompt, PrefillEvent.QUIET)
 
     def _advance(self, prompt: Prompt, event: PrefillEvent) -> tuple[Action, ...]:
-        transition = advance(PREFILL, prompt.phase, event, f"request {prompt.key}")
+        transition = PREFILL.follow(prompt.phase, event, f"request {prompt.key}")
         self._num_waiting += (transition.phase in _WAITING) - (prompt.phase in _WAITING)
         was_working = prompt.phase is PrefillPhase.WORKING
         prompt.phase = transition.phase

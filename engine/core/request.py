@@ -89,11 +89,12 @@ class Sequence:
 
     Attributes:
         limit: completion tokens at which it ends with `length`, those of earlier attempts included.
-        count: completion tokens known to the host, those of earlier attempts included.
-        planned: completion tokens that submitted steps will have produced.
-        steps: submitted steps that name its memory.
+        count: completion tokens known to the host, those of earlier attempts included; while it runs, as it began.
+        slot: its place in the columns of `running.Running` while a submitted step may name it.
+        steps: once it runs no longer: submitted steps that name its memory.
         pushed_mask: bit p is set once page p of the prompt was written.
-        next_token: the last token, where no submitted step has yet to produce a later one.
+        told: (first page, pages, checksum) of each push, where pushes have checksums.
+        next_token: the last token when it began to run.
     """
 
     key: RequestKey
@@ -111,8 +112,9 @@ class Sequence:
     pages: tuple[int, ...] = ()
     slab: int = -1
     pushed_mask: int = 0
+    told: tuple[tuple[int, int, int], ...] = ()
     count: int = 0
-    planned: int = 0
+    slot: int = -1
     steps: int = 0
     next_token: int = -1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -125,11 +127,6 @@ class Sequence:
     def prompt_tokens(self) -> int:
         """Ids the client sent as prompt; the rest of `num_ids` are tokens of earlier attempts."""
         return self.reserve.num_ids - self.reserve.generated
-
-    @property
-    def next_position(self) -> int:
-        """Position of the input token of the next step to plan."""
-        return self.prompt_tokens + self.planned - 1
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -1,10 +1,10 @@
 """plan_step and apply_result: which rows and chunks the next step has, and what an awaited step means.
 
 Theory of operation. Steps are planned ahead of results: while step n runs, n + 1 waits in the device's queue. So a plan
-rests on an *assumed* state (`Prompt.planned`, `Sequence.planned`), which `apply_result` reconciles. Lengths are known
-without results; the only surprise is an id that ends a text: the row that was planned after it is computed in vain and
-discarded. A row's input token is named where the host knows it and left to the device (None) where the step before has
-yet to produce it.
+rests on an *assumed* state (`planned`, of a Prompt and in the columns of `running`), which `apply_result` reconciles.
+Lengths are known without results; the only surprise is an id that ends a text: the row that was planned after it is
+computed in vain and discarded. A row's input token is named where the host knows it and left to the device (None) where
+the step before has yet to produce it.
 
 Two rules keep that sound. A sequence that is in a queued step is in the next plan too, unless it is complete
 (`running` keeps the order of arrival and a plan takes the first rows), so "the token of the step before" has one
@@ -16,11 +16,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from engine.core.handoff import DecodePhase
-from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
-from engine.core.request import Prompt, RequestKey, Sequence, judge_token, sampling_at
+import numpy as np
+
+from engine.core.plan import PrefillChunk, StepPlan, StepResult
+from engine.core.request import Prompt, sampling_at
+from engine.core.running import Lineup, NewTokens, Running
 from engine.errors import LocalProtocolError
-from transport.messages import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class SideSizes:
     Attributes:
         max_waiting: requests that may wait here before they are refused with `queue_full`.
         grant_us: decode side: how long a grant may stay without any news of its writer.
-        quarantine_share, cap_us, room_us: decode side: see `fence.Fence`.
+        quarantine_share, cap_us, room_us: decode side: see `fence.Fence`. `room_us` bounds reading back, too.
+        checksums: every push tells its checksum, and the decode side believes none before it was read back.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class SideSizes:
     cap_us: int
     room_us: int
     step: StepLimits
+    checksums: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,7 +73,7 @@ class Flight:
 
     step: int
     chunks: list[tuple[Prompt, int, bool]]
-    rows: list[Sequence]
+    lineup: Lineup | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -79,13 +82,13 @@ class Schedule:
 
     Attributes:
         prompts: admitted prompts with ids left to plan, first come first served.
-        running: sequences by key, in order of arrival.
+        running: sequences that generate.
         flights: submitted steps, oldest first.
     """
 
     next_step: int = 1
     prompts: list[Prompt] = dataclasses.field(default_factory=list)
-    running: dict[RequestKey, Sequence] = dataclasses.field(default_factory=dict)
+    running: Running = dataclasses.field(default_factory=Running)
     flights: collections.deque[Flight] = dataclasses.field(default_factory=collections.deque)
 
 
@@ -95,24 +98,25 @@ class Applied:
 
     Attributes:
         chunks: (prompt, sampled token, number of ids, is the last), also of prompts that were given up.
-        tokens: (sequence, token, why it ends there or None) of live rows.
-        released: sequences that are over and that no submitted step names any more.
+        rows: the tokens of live rows, and what they mean; None for a step without rows.
     """
 
     chunks: list[tuple[Prompt, int | None, int, bool]] = dataclasses.field(default_factory=list)
-    tokens: list[tuple[Sequence, int, FinishReason | None]] = dataclasses.field(default_factory=list)
-    released: list[Sequence] = dataclasses.field(default_factory=list)
+    rows: NewTokens | None = None
 
 
 def plan_step(state: Schedule, limits: StepLimits) -> StepPlan | None:
     """The next step on the assumed state, which it moves on; None when there is nothing to compute."""
-    flight = Flight(state.next_step, [], [])
-    plan = StepPlan(state.next_step, _plan_chunks(state, limits, flight), _plan_rows(state, limits, flight))
-    if plan.is_empty:
+    flight = Flight(state.next_step, [])
+    chunks = _plan_chunks(state, limits, flight)
+    planned = state.running.plan(limits.rows)
+    if planned is not None:
+        flight.lineup = planned[0]
+    elif not chunks:
         return None
     state.next_step += 1
     state.flights.append(flight)
-    return plan
+    return StepPlan(flight.step, chunks, () if planned is None else planned[1])
 
 
 def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> Applied:
@@ -124,7 +128,8 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
     if not state.flights or state.flights[0].step != result.step:
         raise LocalProtocolError(f"result of step {result.step}, which is not the oldest in flight")
     flight = state.flights.popleft()
-    if len(flight.rows) != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
+    num_rows = 0 if flight.lineup is None else len(flight.lineup.slots)
+    if num_rows != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
     applied = Applied()
     for (prompt, num_ids, is_last), sampled in zip(flight.chunks, result.chunk_tokens, strict=True):
@@ -133,17 +138,8 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
         prompt.steps -= 1
         prompt.computed += num_ids
         applied.chunks.append((prompt, sampled, num_ids, is_last))
-    eos_ids = limits.eos_ids
-    for sequence, token in zip(flight.rows, result.row_tokens, strict=True):
-        sequence.steps -= 1
-        if sequence.phase is not DecodePhase.RUNNING:
-            if sequence.steps == 0:
-                applied.released.append(sequence)
-            continue
-        sequence.count += 1
-        sequence.next_token = token
-        reason = judge_token(token, sequence.count, sequence.limit, sequence.reserve.sampling, eos_ids)
-        applied.tokens.append((sequence, token, reason))
+    if flight.lineup is not None:
+        applied.rows = state.running.apply(flight.lineup, np.array(result.row_tokens, np.int32), limits.eos_ids)
     return applied
 
 
@@ -170,22 +166,3 @@ def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[P
         if is_last:
             state.prompts.pop(0)
     return tuple(chunks)
-
-
-def _plan_rows(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[DecodeRow, ...]:
-    rows: list[DecodeRow] = []
-    for sequence in state.running.values():
-        planned = sequence.planned
-        if planned >= sequence.limit:
-            continue
-        if len(rows) == limits.rows:
-            break
-        sampling = sequence.sampling
-        if sampling.min_tokens:
-            sampling = sequence.sampling = sampling_at(sampling, planned)
-        token = None if sequence.steps else sequence.next_token
-        rows.append(DecodeRow(sequence.key[0], sequence.slab, sequence.next_position, token, sequence.pages, sampling))
-        sequence.planned = planned + 1
-        sequence.steps += 1
-        flight.rows.append(sequence)
-    return tuple(rows)

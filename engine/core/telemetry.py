@@ -82,6 +82,7 @@ class Gauges:
     pushed_bytes: int
     pushes: int
     pushes_inflight: int
+    corrupt_pushes: int
 
 
 def build_snapshot(
@@ -119,4 +120,5 @@ def build_snapshot(
         device_us_p99=device_p99,
         step_us_sum=meters.step_us_sum,
         device_us_sum=meters.device_us_sum,
+        corrupt_pushes=gauges.corrupt_pushes,
     )

@@ -10,6 +10,9 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.errors import RemoteProtocolError
 from transport.messages import TokensEmitted
 
@@ -25,27 +28,69 @@ class EmittedRow(NamedTuple):
     tokens: list[int]
 
 
+Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
+Columns = tuple[Longs, Ints, Ints, Ints]
+"""requests, attempts, indices (places in the completions), tokens: a token each."""
+
+
 class TokenBuffer:
     """New tokens since the last frame, one row per request whatever their number."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], EmittedRow] = {}
+        self._columns: list[Columns] = []
+        self._singles: list[tuple[int, int, int, int]] = []
 
     def add(self, key: tuple[int, int], index: int, token: int) -> None:
         """`index` is the token's place in the completion; tokens of a request are added in order."""
-        row = self._rows.get(key)
-        if row is None:
-            self._rows[key] = EmittedRow(*key, index, [token])
-        else:
-            row.tokens.append(token)
+        self._singles.append((*key, index, token))
+
+    def extend(self, requests: Longs, attempts: Ints, indices: Ints, tokens: Ints) -> None:
+        """The same for a token of each of many requests. The arrays must not change any more."""
+        self._join_singles()
+        self._columns.append((requests, attempts, indices, tokens))
 
     def take(self, step: int) -> tuple[TokensEmitted, bytes] | None:
         """The frame, and an empty buffer after it; None when there is nothing to say."""
-        if not self._rows:
+        is_plain = not self._singles and len(self._columns) == 1
+        self._join_singles()
+        if not self._columns:
             return None
-        num_rows, num_tokens, blob = pack_tokens(self._rows.values())
-        self._rows = {}
-        return TokensEmitted(step, num_rows, num_tokens), blob
+        columns = self._columns[0] if len(self._columns) == 1 else _join(self._columns)
+        self._columns = []
+        requests = columns[0]
+        num_rows = len(requests)
+        if num_rows == 0:
+            return None
+        if not is_plain and len(set(requests.tolist())) < num_rows:
+            num_rows, num_tokens, blob = pack_tokens(_gather_rows(columns))
+            return TokensEmitted(step, num_rows, num_tokens), blob
+        attempts, indices, tokens = columns[1:]
+        counts = np.ones(num_rows, np.int32)
+        longs = requests.astype("<i8", copy=False).tobytes()
+        ints = [column.astype("<i4", copy=False).tobytes() for column in (attempts, indices, counts, tokens)]
+        return TokensEmitted(step, num_rows, num_rows), b"".join((longs, *ints))
+
+    def _join_singles(self) -> None:
+        if self._singles:
+            requests, attempts, indices, tokens = zip(*self._singles, strict=True)
+            attempt, index, token = (np.array(column, np.int32) for column in (attempts, indices, tokens))
+            self._columns.append((np.array(requests, np.int64), attempt, index, token))
+            self._singles.clear()
+
+
+def _join(parts: list[Columns]) -> Columns:
+    requests, attempts, indices, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return requests, attempts, indices, tokens
+
+
+def _gather_rows(columns: Columns) -> Iterable[EmittedRow]:
+    """One row per request where some have several tokens: two steps ended between two frames."""
+    rows: dict[tuple[int, int], EmittedRow] = {}
+    for request, attempt, index, token in zip(*(column.tolist() for column in columns), strict=True):
+        row = rows.setdefault((request, attempt), EmittedRow(request, attempt, index, []))
+        row.tokens.append(token)
+    return rows.values()
 
 
 def pack_tokens(rows: Iterable[EmittedRow]) -> tuple[int, int, bytes]:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import trio
 
@@ -20,8 +20,12 @@ from engine.log import log_event
 from transport.messages import (
     HEAD_FROM_OPERATOR,
     OPERATOR_FROM_HEAD,
+    AskExperts,
     AskStatus,
+    ExpertsReport,
     Message,
+    Rebalance,
+    RebalanceAnswer,
     Refused,
     Shutdown,
     ShutdownAccepted,
@@ -42,19 +46,25 @@ OPERATORS = 64
 """Connections to each socket."""
 
 
+Act = Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]]
+
 # ---------------------------------------------------------------- the head's end
 
 
 async def run_operators(
     listener: trio.abc.Listener[trio.SocketStream],
     report: Callable[[], StatusReport],
+    experts: Callable[[], ExpertsReport],
     shutdown: Callable[[Shutdown], int] | None,
+    act: Act | None,
 ) -> None:
     """Serves one of the sockets until cancelled.
 
     Args:
-        report: makes the answer to AskStatus.
+        report, experts: make the answers to AskStatus and AskExperts.
         shutdown: begins a shutdown and returns how many requests run; None on the socket that only reads.
+        act: does what Rebalance asks for; None on the socket that only reads. It may wait for a plan, and what else
+            comes on that connection waits too.
     """
     count = 0
 
@@ -62,7 +72,7 @@ async def run_operators(
         nonlocal count
         count += 1
         try:
-            await _serve_operator(stream, report, shutdown, is_too_many=count > OPERATORS)
+            await _serve_operator(stream, report, experts, shutdown, act, is_too_many=count > OPERATORS)
         finally:
             count -= 1
 
@@ -74,7 +84,9 @@ async def run_operators(
 async def _serve_operator(
     stream: trio.SocketStream,
     report: Callable[[], StatusReport],
+    experts: Callable[[], ExpertsReport],
     shutdown: Callable[[Shutdown], int] | None,
+    act: Act | None,
     *,
     is_too_many: bool,
 ) -> None:
@@ -82,7 +94,7 @@ async def _serve_operator(
         stream, accepts=HEAD_FROM_OPERATOR, out_limit_bytes=OUT_LIMIT_BYTES, stall_s=STALL_S, name="operator"
     )
 
-    def answer(frames: list[Frame]) -> None:
+    async def answer(frames: list[Frame]) -> None:
         for frame in frames:
             message = frame.message
             if is_too_many:
@@ -90,8 +102,12 @@ async def _serve_operator(
                 link.close()
             elif isinstance(message, AskStatus):
                 link.post(report())
+            elif isinstance(message, AskExperts):
+                link.post(experts())
             elif isinstance(message, Shutdown) and shutdown is not None:
                 link.post(ShutdownAccepted(running=shutdown(message)))
+            elif isinstance(message, Rebalance) and act is not None:
+                link.post(await act(message))
             else:
                 link.post(Refused(message=f"{type(message).__name__} is for admin.sock; this socket only reads"))
 
@@ -103,6 +119,10 @@ async def _serve_operator(
 
 
 # ---------------------------------------------------------------- the operator's end
+
+
+class ActRefused(EngineError):
+    """The head does not do what an operator asked for; the message is its reason."""
 
 
 class Operator:
@@ -128,6 +148,26 @@ class Operator:
     async def ask_status(self) -> StatusReport:
         answer = await self.ask(AskStatus())
         if not isinstance(answer, StatusReport):
+            raise RemoteProtocolError(_unexpected(answer))
+        return answer
+
+    async def ask_experts(self) -> ExpertsReport:
+        answer = await self.ask(AskExperts())
+        if not isinstance(answer, ExpertsReport):
+            raise RemoteProtocolError(_unexpected(answer))
+        return answer
+
+    async def ask_rebalance(self, act: Rebalance, timeout_s: float) -> RebalanceAnswer:
+        """Has the head act on one part of a group; `admin.sock` only.
+
+        Raises:
+            ActRefused: the head says why not; nothing was changed.
+            PeerGone: the head went away, or did not answer in time.
+        """
+        answer = await self.ask(act, timeout_s)
+        if isinstance(answer, Refused):
+            raise ActRefused(answer.message)
+        if not isinstance(answer, RebalanceAnswer):
             raise RemoteProtocolError(_unexpected(answer))
         return answer
 

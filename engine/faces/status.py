@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,31 +10,38 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from transport.messages import RankStatus, StatusReport
+from transport.messages import ExpertsReport, Message, PartReport, RankStatus, StatusReport
 
-STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "red", "lost": "bold red"}
-
-
-def status_json(report: StatusReport) -> dict[str, Any]:
-    """The report as plain data; ratios and units are in the keys' names."""
-    data: dict[str, Any] = {"schema": 1, **msgspec.structs.asdict(report)}
-    data["reasons"] = list(report.reasons)
-    data["ranks"] = [_rank_json(rank) for rank in report.ranks]
-    return data
-
-
-def _rank_json(rank: RankStatus) -> dict[str, Any]:
-    data = msgspec.structs.asdict(rank)
-    data["snapshot"] = None if rank.snapshot is None else msgspec.structs.asdict(rank.snapshot)
-    return data
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "joining": "yellow",
+    "draining": "yellow",
+    "restarting": "red",
+    "lost": "bold red",
+}
 
 
-def render_status(report: StatusReport) -> RenderableType:
-    """Verdict first, then one line per rank."""
+def status_json(report: StatusReport, experts: ExpertsReport) -> dict[str, Any]:
+    """Both reports as plain data; ratios and units are in the keys' names."""
+    return {"schema": 1, **message_json(report), "experts": message_json(experts.parts)}
+
+
+def message_json(value: object) -> Any:
+    """Messages as objects by name; on the wire they are arrays, so msgspec's own conversion would give those."""
+    if isinstance(value, Message):
+        return {name: message_json(held) for name, held in msgspec.structs.asdict(value).items()}
+    return [message_json(held) for held in value] if isinstance(value, tuple) else value
+
+
+def render_status(report: StatusReport, experts: ExpertsReport) -> RenderableType:
+    """Verdict first, then one line per rank, then one per group of several."""
     if report.ready:
         verdict = Text("ready", style="green")
     else:
         verdict = Text("not ready: " + "; ".join(report.reasons), style="bold red")
+    for sentence in report.degraded:
+        verdict.append(f"\ndegraded: {sentence}", style="yellow")
     title = Text.assemble(
         (report.cluster, "bold"), "  model ", report.model, "  pid ", str(report.head_pid),
         "  up ", describe_age(report.uptime_ms / 1e3), "\n", verdict,
@@ -48,7 +56,28 @@ def render_status(report: StatusReport) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for rank in report.ranks:
         table.add_row(*_rank_cells(rank))
-    return Group(title, table)
+    groups = [describe_group(part) for part in experts.parts if part.part == "main"]
+    return Group(title, table, *([Text("\n".join(groups))] if groups else []))
+
+
+def describe_group(part: PartReport) -> str:
+    """Members, membership, epoch and skew of a group, by its main model; fits 80 columns up to a thousand ranks."""
+    skew = f"{part.skew.max_over_mean:.2f}" if part.steps else "-"
+    return (
+        f"{part.pool} group {part.group}: ranks {describe_ranks(part.ranks)}  {part.state}"
+        f"  membership {part.membership}  epoch {part.epoch}  skew {skew}"
+    )
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`2-33`, `0,2,4-5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _rank_cells(rank: RankStatus) -> list[RenderableType]:
@@ -77,12 +106,15 @@ def _rank_cells(rank: RankStatus) -> list[RenderableType]:
     ]
 
 
-def print_status(report: StatusReport) -> None:
-    """Writes the table to stdout; as wide as it needs to be when stdout is no terminal."""
+def print_status(report: StatusReport, experts: ExpertsReport) -> None:
+    """Writes the table to stdout."""
+    open_console().print(render_status(report, experts))
+
+
+def open_console() -> Console:
+    """stdout; as wide as it needs to be when it is no terminal."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(render_status(report))
+    return console if console.is_terminal else Console(width=200)
 
 
 def describe_bytes(count: int) -> str:

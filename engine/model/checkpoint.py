@@ -137,13 +137,16 @@ def stacked_name(name: str) -> tuple[str, int] | None:
     return (f"{match['stack']}.{match['matrix']}", int(match["expert"])) if match else None
 
 
-def load_checkpoint(directory: Path, *, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, Weights]:
+def load_checkpoint(
+    directory: Path, *, dtype: torch.dtype = torch.float32, experts: bool = True
+) -> tuple[ModelShape, Weights]:
     """Read a checkpoint folder (config.json, and model.safetensors whole or sharded) onto the CPU.
 
     Args:
         directory: the folder.
         dtype: of the returned tensors; those that the format keeps in float32 (sinks, hyper-connections, router
             biases, confidence) stay float32. Dequantised values are exact in bfloat16.
+        experts: False leaves the routed experts out; `ExpertReader` reads them one by one.
 
     Returns:
         (shape, weights by vendor name with stacked experts). The caller owns both.
@@ -159,9 +162,11 @@ def load_checkpoint(directory: Path, *, dtype: torch.dtype = torch.float32) -> t
         get, names = _open_files(directory, stack)
         _check_names(directory, specs, names)
         for name, spec in specs.items():
+            stacked = stacked_name(name)
+            if stacked is not None and not experts:
+                continue
             tensor = _read(name, spec, shape, get, names)
             tensor = tensor.to(torch.float32 if spec.store == "fp32" else dtype)
-            stacked = stacked_name(name)
             if stacked is None:
                 weights[name] = tensor
                 continue
@@ -172,6 +177,43 @@ def load_checkpoint(directory: Path, *, dtype: torch.dtype = torch.float32) -> t
                 weights[target] = torch.empty((num_experts, *spec.shape), dtype=dtype)
             weights[target][expert] = tensor
     return shape, weights
+
+
+class ExpertReader:
+    """Reads single routed experts of a checkpoint, whose files stay open, and mapped, until `close`."""
+
+    def __init__(self, directory: Path, shape: ModelShape) -> None:
+        """Raises ConfigError where `load_checkpoint` of this folder would, but for the tensors' contents."""
+        self._shape = shape
+        self._stack = ExitStack()
+        self._specs = tensor_specs(shape)
+        try:
+            self._get, self._names = _open_files(directory, self._stack)
+            _check_names(directory, self._specs, self._names)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def read(self, stack: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate [width, hidden], up [width, hidden] and down projection [hidden, width], float32.
+
+        Args:
+            stack: prefix of the experts' names: `layers.3.ffn.experts`.
+            expert: number in the stack.
+
+        Raises:
+            ConfigError: a tensor is malformed, or can not be read; it is named.
+        """
+        names = [f"{stack}.{expert}.{matrix}.weight" for matrix in ("w1", "w3", "w2")]
+        try:
+            w1, w3, w2 = (_read(name, self._specs[name], self._shape, self._get, self._names).float() for name in names)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{names[0]} and its like can not be read: {error}") from error
+        return w1, w3, w2
+
+    def close(self) -> None:
+        """Ends the mapping. A second time does nothing."""
+        self._stack.close()
 
 
 def _num_experts(shape: ModelShape, name: str) -> int:

@@ -1,35 +1,39 @@
 """TorchDevice: the Device of a rank on CPU. One worker thread runs the steps, in order; the trio loop only hands over.
 
 The worker is the one thread of a rank that computes (a GPU needs none). Its results come back through the trio token.
-After a failed step the arena's contents are unknown, so the device refuses everything that follows.
+After a failed step the arena's contents are unknown, so the device refuses everything that follows. In a group a step
+that breaks off because of another rank has not failed: `group.GroupWorker` runs it again.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import trio
 
 from engine.config import RankConfig, model_directory, plan_num_pages
+from engine.core.effects import Stretch
 from engine.core.plan import StepPlan, StepResult
-from engine.errors import ConfigError, DeviceError, LocalProtocolError
+from engine.errors import ConfigError, DeviceError, GroupBroken, LocalProtocolError
 from engine.model.checkpoint import load_checkpoint
+from engine.model.dispatch import Dispatch, Warmup
 from engine.model.engram import load_tables
+from engine.model.expert_slots import TorchExpertSlots
+from engine.model.group import Connect, GroupWorker, Signal
+from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
+from engine.model.passes import Job, StepRunner, copy_plan
 from engine.model.rows import RowBatch
-from engine.model.sampling import sample_tokens
 from engine.model.transformer import PagedTransformer
-from engine.ports import DeviceInfo
+from engine.ports import DeviceInfo, ExpertSlots
+from transport.checksum import BlockReader
 from transport.fabric import BlockRun
-from transport.messages import Sampling
 
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
@@ -38,7 +42,6 @@ SLABS_PER_ROW = 2
 """Default slabs: sequences that are being received or wait for their turn need one as well."""
 
 ReportPhase = Callable[[str, int, int, str], None]
-Ints = npt.NDArray[np.int64]
 
 
 class StepTicket:
@@ -49,56 +52,41 @@ class StepTicket:
         self.done = trio.Event()
         self.result: StepResult | None = None
         self.failure: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A prefill chunk, copied out of its plan."""
-
-    slab: int
-    start: int
-    tokens: Ints
-    pages: Ints
-    sampling: Sampling | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Decode:
-    """The decode rows of a step as columns; `tokens` is -1 where the slab knows the token."""
-
-    slabs: Ints
-    positions: Ints
-    tokens: Ints
-    tables: Ints
-    widths: Ints
-    sampling: tuple[Sampling, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    ticket: StepTicket
-    chunks: tuple[_Chunk, ...]
-    decode: _Decode | None
+        self.broken: collections.deque[GroupBroken] = collections.deque()
+        """Breakages of its group that `wait` has not told yet."""
+        self.news = trio.Event()
+        """Set when `done` is, or `broken` is not empty."""
 
 
 class TorchDevice:
     """A CPU share with the model loaded. Made by `open_torch_device`; all methods belong to the trio loop."""
 
-    def __init__(self, model: PagedTransformer, info: DeviceInfo, *, threads: int = 1) -> None:
+    def __init__(
+        self, model: PagedTransformer, info: DeviceInfo, *, threads: int = 1, grouping: Grouping | None = None
+    ) -> None:
         """Starts the worker. Must run inside trio.
 
         Args:
-            model: taken.
+            model: taken. In a group its `mixture` is set.
             info: what the rank is told.
             threads: torch threads of the worker. Bitwise equal rows are promised for 1.
+            grouping: what a rank of a group has beyond the model; taken.
         """
         self._model = model
         self._info = info
         self._threads = max(1, threads)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
+        self._tickets: collections.deque[StepTicket] = collections.deque()
+        self._reader = BlockReader(model.arena.block_runs())
         self._queued = 0
         self._failure: str | None = None
         self._closed = False
+        self._runner = StepRunner(model, info)
+        self._grouping = grouping
+        self._experts: TorchExpertSlots | None = None
+        self._group: GroupWorker | None = None
+        if grouping is not None:
+            self._experts, self._group = self._open_group(grouping)
         self._token = trio.lowlevel.current_trio_token()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._worker = threading.Thread(target=self._work, name="torch-device", daemon=True)
@@ -113,9 +101,15 @@ class TorchDevice:
         """For tests and tools; not to be run while steps are queued."""
         return self._model
 
+    @property
+    def experts(self) -> ExpertSlots | None:
+        """See `ports.Device.experts`."""
+        return self._experts
+
     def block_runs(self) -> Sequence[BlockRun]:
         """See `ports.Device.block_runs`."""
-        return self._model.arena.block_runs()
+        runs = self._model.arena.block_runs()
+        return runs if self._grouping is None else (*runs, *(pool.run for pool in self._grouping.pools))
 
     def submit(self, plan: StepPlan) -> StepTicket:
         """See `ports.Device.submit`.
@@ -130,170 +124,120 @@ class TorchDevice:
             raise DeviceError(f"step {plan.step} can not run: {self._failure}")
         if self._queued >= QUEUE_DEPTH:
             raise LocalProtocolError(f"step {plan.step} would be a third queued step (limit {QUEUE_DEPTH})")
-        job = _copy_plan(plan)
+        job, ticket = copy_plan(plan), StepTicket(plan.step)
         self._queued += 1
+        self._tickets.append(ticket)
         self._jobs.put(job)
-        return job.ticket
+        return ticket
 
     async def wait(self, ticket: StepTicket) -> StepResult:
         """See `ports.Device.wait`.
 
         Raises:
             DeviceError: the step failed.
+            GroupBroken: once for each breakage; the step goes on in the next membership.
         """
-        await ticket.done.wait()
+        await ticket.news.wait()
+        if ticket.broken:
+            breakage = ticket.broken.popleft()
+            if not ticket.broken and not ticket.done.is_set():
+                ticket.news = trio.Event()
+            raise breakage
         if ticket.result is None:
             raise DeviceError(f"step {ticket.step} failed: {ticket.failure}")
         return ticket.result
 
+    async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
+        """See `ports.Device.checksums`. In a thread beside the worker: behind queued steps it would delay hand-offs."""
+        num_pages = self._info.num_pages
+        blocks = [[*pages] if slab < 0 else [*pages, num_pages + slab] for pages, slab in stretches]
+        return await trio.to_thread.run_sync(self._reader.checksums, blocks)
+
     async def aclose(self) -> None:
-        """See `ports.Device.aclose`."""
+        """See `ports.Device.aclose`. In a group that does not go on, queued steps are given up: after
+        `limits.exchange_s` at the latest, and at once where the next membership is waited for."""
         if not self._closed:
             self._closed = True
-            self._jobs.put(None)
+            self._jobs.put(Signal.CLOSE)
         # The worker ends after the queued steps; a step that hangs is ended with the process by its supervisor.
         await trio.to_thread.run_sync(self._worker.join, abandon_on_cancel=True)
 
+    def _open_group(self, grouping: Grouping) -> tuple[TorchExpertSlots, GroupWorker]:
+        dispatch = Dispatch(grouping.pools[0], grouping.idle_steps)
+        self._model.mixture = dispatch
+        experts = TorchExpertSlots(
+            grouping.pools, grouping.sources, grouping.address, lambda: self._jobs.put(Signal.LOOK)
+        )
+        worker = GroupWorker(
+            self._runner,
+            dispatch,
+            experts,
+            grouping.connect,
+            group_s=grouping.group_s,
+            is_closing=lambda: self._closed,
+        )
+        return experts, worker
+
     def _work(self) -> None:
         torch.set_num_threads(self._threads)
-        while (job := self._jobs.get()) is not None:
-            ticket = job.ticket
-            failure = self._failure
-            if failure is None:
-                try:
-                    ticket.result = self._run(job)
-                except Exception as error:  # the rank boundary: whatever a step dies of is reported to its waiter
-                    failure = f"{type(error).__name__}: {error}"
-                    self._failure = failure
-            ticket.failure = failure
-            try:
+        try:
+            while (job := self._take()) is not None:
+                ticket = self._tickets.popleft()
+                if self._failure is None:
+                    try:
+                        ticket.result = self._run(job, ticket)
+                    except Exception as error:  # the rank boundary: whatever a step dies of is reported to its waiter
+                        self._fail(error)
+                ticket.failure = self._failure
                 self._token.run_sync_soon(self._finish, ticket)
-            except trio.RunFinishedError:
-                return
+        except trio.RunFinishedError:
+            pass
+        finally:
+            if self._group is not None and self._grouping is not None:
+                self._group.end()
+                self._grouping.close()
+
+    def _take(self) -> Job | None:
+        """The next job, None at the end. A group's worker joins memberships meanwhile."""
+        if self._group is None:
+            item = self._jobs.get()
+            return item if isinstance(item, Job) else None
+        try:
+            return self._group.take(self._jobs)
+        except Exception as error:  # the rank boundary, between two steps: whoever waits next hears of it
+            self._fail(error)
+        return self._group.take(self._jobs)
+
+    def _run(self, job: Job, ticket: StepTicket) -> StepResult:
+        if self._group is None:
+            return self._runner.run(job)
+        return self._group.run(
+            job, self._jobs, lambda breakage: self._token.run_sync_soon(self._break, ticket, breakage)
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+        if self._group is not None:
+            self._group.end()
 
     def _finish(self, ticket: StepTicket) -> None:
         self._queued -= 1
         ticket.done.set()
+        ticket.news.set()
 
-    def _run(self, job: _Job) -> StepResult:
-        started = time.perf_counter_ns()
-        chunk_tokens = tuple(token for chunks in self._passes(job.chunks) for token in self._run_chunks(chunks))
-        row_tokens = () if job.decode is None else self._run_decode(job.decode)
-        device_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(step=job.ticket.step, chunk_tokens=chunk_tokens, row_tokens=row_tokens, device_us=device_us)
-
-    def _passes(self, chunks: tuple[_Chunk, ...]) -> list[list[_Chunk]]:
-        """Which chunks go through the model together, in order: as many as its staging rows hold.
-
-        A pass of a few rows costs more than half of one of fifty, so short prompts gain much from company.
-        """
-        passes: list[list[_Chunk]] = []
-        room = 0
-        for chunk in chunks:
-            need = len(chunk.tokens) + min(chunk.start, self._model.shape.window - 1)
-            if need > room or self._model.replay_rows:
-                passes.append([])
-                room = self._model.arena.staging_rows
-            passes[-1].append(chunk)
-            room -= need
-        return passes
-
-    def _run_chunks(self, chunks: list[_Chunk]) -> list[int | None]:
-        """One pass; the token that follows each chunk which asks for one."""
-        slabs = np.array([chunk.slab for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        counts = np.array([len(chunk.tokens) for chunk in chunks])
-        tables, widths = _stack([chunk.pages for chunk in chunks])
-        self._check_places(slabs, tables, widths, starts + counts)
-        tokens, _ = _stack([chunk.tokens for chunk in chunks])
-        self._check_ids(tokens)
-        batch = RowBatch(slabs, starts, tokens, tables, counts if len(chunks) > 1 else None)
-        asking = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
-        wanted = (batch.firsts + counts - 1)[asking].tolist()
-        logits = self._model.forward_prompt(batch, last=bool(asking), wanted=wanted)
-        followers: list[int | None] = [None] * len(chunks)
-        if asking:
-            sampling = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-            drawn = sample_tokens(logits, sampling, (starts + counts)[asking].tolist(), self._info.eos_ids)
-            self._keep_sampled(slabs[asking], drawn)
-            for index, token in zip(asking, drawn.tolist(), strict=True):
-                followers[index] = token
-        return followers
-
-    def _run_decode(self, decode: _Decode) -> tuple[int, ...]:
-        self._check_places(decode.slabs, decode.tables, decode.widths, decode.positions + 1)
-        first, stride = self._model.arena.sampled_cell()
-        cells = first + decode.slabs * stride
-        sampled = self._model.arena.ints.numpy()[cells]
-        tokens = np.where(decode.tokens < 0, sampled, decode.tokens)
-        self._check_ids(tokens)
-        batch = RowBatch(decode.slabs, decode.positions, tokens[:, None], decode.tables)
-        logits = self._model.forward(batch)
-        positions = (decode.positions + 1).tolist()
-        drawn = sample_tokens(logits, decode.sampling, positions, self._info.eos_ids)
-        self._keep_sampled(decode.slabs, drawn)
-        return tuple(drawn.tolist())
-
-    def _keep_sampled(self, slabs: Ints, tokens: Ints) -> None:
-        first, stride = self._model.arena.sampled_cell()
-        self._model.arena.ints.numpy()[first + slabs * stride] = tokens
-
-    def _check_ids(self, tokens: Ints) -> None:
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._info.vocab_size:
-            raise DeviceError(f"a token id is outside 0..{self._info.vocab_size - 1}")
-
-    def _check_places(self, slabs: Ints, pages: Ints, widths: Ints, lengths: Ints) -> None:
-        """A wrong number here would read or write another sequence's memory."""
-        info = self._info
-        if int(slabs.min()) < 0 or int(slabs.max()) >= info.num_slabs:
-            raise DeviceError(f"a slab is outside 0..{info.num_slabs - 1}")
-        if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= info.num_pages):
-            raise DeviceError(f"a page id is outside 0..{info.num_pages - 1}")
-        longest = int(lengths.max())
-        short = np.nonzero(lengths > widths * info.page_tokens)[0]
-        if len(short):
-            row = int(short[0])
-            raise DeviceError(f"{int(lengths[row])} tokens need more pages than the {int(widths[row])} given")
-        if longest > info.max_model_tokens:
-            raise DeviceError(f"{longest} tokens are more than max_model_tokens ({info.max_model_tokens})")
+    def _break(self, ticket: StepTicket, breakage: GroupBroken) -> None:
+        ticket.broken.append(breakage)
+        ticket.news.set()
 
 
-def _copy_plan(plan: StepPlan) -> _Job:
-    """Copy everything that a plan only lends."""
-    chunks = tuple(
-        _Chunk(
-            slab=chunk.slab,
-            start=chunk.start,
-            tokens=np.frombuffer(chunk.tokens, "<i4").astype(np.int64),
-            pages=np.array(chunk.pages, np.int64),
-            sampling=chunk.sample,
-        )
-        for chunk in plan.chunks
-    )
-    decode = None
-    if plan.rows:
-        tables, widths = _stack([np.array(row.pages, np.int64) for row in plan.rows])
-        decode = _Decode(
-            slabs=np.array([row.slab for row in plan.rows]),
-            positions=np.array([row.position for row in plan.rows]),
-            tokens=np.array([-1 if row.token is None else row.token for row in plan.rows]),
-            tables=tables,
-            widths=widths,
-            sampling=tuple(row.sampling for row in plan.rows),
-        )
-    return _Job(StepTicket(plan.step), chunks, decode)
-
-
-def _stack(lines: list[Ints]) -> tuple[Ints, Ints]:
-    """Lines of several lengths as one table, filled up with zeros: int64[n, widest], and int64[n] lengths."""
-    lengths = np.array([len(line) for line in lines])
-    table = np.zeros((len(lines), int(lengths.max())), np.int64)
-    for index, line in enumerate(lines):
-        table[index, : len(line)] = line
-    return table, lengths
-
-
-async def open_torch_device(config: RankConfig, report_phase: ReportPhase, *, poison: bool = False) -> TorchDevice:
+async def open_torch_device(
+    config: RankConfig,
+    report_phase: ReportPhase,
+    *,
+    poison: bool = False,
+    mesh_address: str = "",
+    connect: Connect | None = None,
+) -> TorchDevice:
     """Load the model, allocate the arena, run a step to warm up.
 
     Args:
@@ -301,9 +245,12 @@ async def open_torch_device(config: RankConfig, report_phase: ReportPhase, *, po
             sequences of full length within a quarter of the machine's memory, and two slabs per decode row.
         report_phase: called in the trio loop with (phase, done, total, unit).
         poison: fill the arena with NaN, so that a test sees a read of something never written.
+        mesh_address: of a rank in a group: path of the socket where the others find it.
+        connect: of a rank in a group: in place of a mesh of sockets, for tests.
 
     Raises:
         ConfigError: the device is not a CPU, or the checkpoint can not be used.
+        EngineError, OSError: the mesh's socket can not be bound.
     """
     if config.device != "cpu":
         raise ConfigError(f"device must be 'cpu', found {config.device!r}")
@@ -312,17 +259,20 @@ async def open_torch_device(config: RankConfig, report_phase: ReportPhase, *, po
         trio.from_thread.run_sync(report_phase, phase, done, total, unit)
 
     # Loading is not cancellable half-way: what a supervisor wants to stop, it kills.
-    model, info = await trio.to_thread.run_sync(_load, config, report, poison)
-    return TorchDevice(model, info, threads=config.threads)
+    model, info, grouping = await trio.to_thread.run_sync(_load, config, report, poison, mesh_address, connect)
+    return TorchDevice(model, info, threads=config.threads, grouping=grouping)
 
 
-def _load(config: RankConfig, report: ReportPhase, poison: bool) -> tuple[PagedTransformer, DeviceInfo]:
+def _load(
+    config: RankConfig, report: ReportPhase, poison: bool, mesh_address: str, connect: Connect | None
+) -> tuple[PagedTransformer, DeviceInfo, Grouping | None]:
     torch.set_num_threads(max(1, config.threads))
     directory = model_directory(config.model)
     files = sorted(directory.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     report("weights", 0, total, "bytes")
-    shape, weights = load_checkpoint(directory)
+    grouped = config.group > 1
+    shape, weights = load_checkpoint(directory, experts=not grouped)
     tables = load_tables(directory, shape)
     report("weights", total, total, "bytes")
 
@@ -342,7 +292,16 @@ def _load(config: RankConfig, report: ReportPhase, poison: bool) -> tuple[PagedT
     arena = Arena(layout, num_pages, num_slabs, chunk + shape.window - 1, poison=poison)
     report("arena", size, size, "bytes")
 
-    model = PagedTransformer(shape, weights, tables, arena, max_tokens=max_tokens, replay_rows=config.replay_rows)
+    grouping = open_grouping(config, directory, shape, weights, mesh_address, connect) if grouped else None
+    model = PagedTransformer(
+        shape,
+        weights,
+        tables,
+        arena,
+        max_tokens=max_tokens,
+        replay_rows=config.replay_rows,
+        mixture=Warmup() if grouped else None,
+    )
     report("warmup", 0, 1, "steps")
     nothing, row = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     model.forward(RowBatch(nothing, nothing, row, row))
@@ -360,5 +319,7 @@ def _load(config: RankConfig, report: ReportPhase, poison: bool) -> tuple[PagedT
         vocab_size=shape.vocab_size,
         max_model_tokens=max_tokens,
         eos_ids=(shape.eos_token_id,),
+        mesh_address=mesh_address,
+        parts=tuple(pool.info for pool in grouping.pools) if grouping is not None else (),
     )
-    return model, info
+    return model, info, grouping

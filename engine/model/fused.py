@@ -24,7 +24,10 @@ class Layer:
     gate, then (index source) the heads' weights. The query product yields heads, then index heads.
     """
 
-    def __init__(self, weights: WeightMap, shape: ModelShape, role: LayerRole, layout: KvLayout) -> None:
+    def __init__(
+        self, weights: WeightMap, shape: ModelShape, role: LayerRole, layout: KvLayout, *, with_experts: bool = True
+    ) -> None:
+        """Keeps float32 copies. Without experts they are in slots elsewhere, and `experts` is None."""
         prefix = f"layers.{role.index}"
         attn = f"{prefix}.attn"
         self.role = role
@@ -69,8 +72,10 @@ class Layer:
         self.project_ffn = TileLinear(torch.cat([part.float() for part in wide]) * norm)
         self.shared_out = TileLinear(weights[f"{ffn}.shared_experts.w2.weight"])
         self.bias = weights[f"{ffn}.gate.bias"].float().numpy()
-        w1, w3, w2 = (weights[f"{ffn}.experts.{name}"] for name in ("w1", "w3", "w2"))
-        self.experts = ExpertBank(w1, w3, w2, shape.clamp, norm)
+        self.experts: ExpertBank | None = None
+        if with_experts:
+            w1, w3, w2 = (weights[f"{ffn}.experts.{name}"] for name in ("w1", "w3", "w2"))
+            self.experts = ExpertBank(w1, w3, w2, shape.clamp, norm)
         self.mix_attn = HyperConnection(weights, f"{prefix}.hc_attn", shape)
         self.mix_ffn = HyperConnection(weights, f"{prefix}.hc_ffn", shape)
         self.memory = Memory(weights, f"{prefix}.engram", shape) if role.has_engram else None

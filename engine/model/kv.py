@@ -5,7 +5,7 @@ plane after the other, contiguous across layers: one page is one transfer descri
 grow: the window ring of every layer and drafter stage, the rings of raw compressor rows, the trailing token ids and the
 token that was sampled last. Everything in a slab is addressed by position (`position % ring`), and rings have room for
 `SPARE_ROWS` positions beyond what attention reads, so a rejected draft is overwritten and never rolled back, and a step
-that is run again writes the same bytes.
+of so few positions that is run again writes the same bytes (for a longer one see passes.py).
 
 The arena is one allocation: the run of pages, the run of slabs, then a private tail that no peer sees (a row of zeros
 that masked reads are sent to, and the staging rows of a prefill chunk). It is read and written as a table of equally
@@ -311,6 +311,11 @@ class Arena:
         """uint8[slab_bytes], a view of one slab."""
         start = self._slabs_at + slab * self.layout.slab_bytes
         return self._bytes[start : start + self.layout.slab_bytes]
+
+    @property
+    def slabs(self) -> Tensor:
+        """uint8[num_slabs, slab_bytes], a view of all slabs."""
+        return self._bytes[self._slabs_at : self._shared_bytes].view(self.num_slabs, self.layout.slab_bytes)
 
     def block_runs(self) -> tuple[BlockRun, BlockRun]:
         """The run of pages, then the run of slabs. The memory lives as long as this object."""

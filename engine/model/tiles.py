@@ -166,32 +166,38 @@ class ExpertBank:
         counts = np.bincount(choice.ids.ravel(), minlength=len(self._in_each))
         slots, source, plan = _place_pairs(choice.ids, counts)
         tiled = x.index_select(0, torch.from_numpy(source)).view(-1, TILE, x.shape[-1])
-        inner = gate_unit(self._run(tiled, self._in, self._in_each, plan), self._clamp)
-        outer = self._run(inner, self._out, self._out_each, plan).view(-1, self._out.shape[-1])
+        inner = gate_unit(multiply_tiles(tiled, self._in, self._in_each, plan), self._clamp)
+        outer = multiply_tiles(inner, self._out, self._out_each, plan).view(-1, self._out.shape[-1])
         picked = outer.index_select(0, torch.from_numpy(slots)).view(rows, top_k, -1)
         return torch.bmm(share, picked).squeeze(1)
 
-    def _run(self, tiled: Tensor, bank: Tensor, each: list[Tensor], plan: _TilePlan) -> Tensor:
-        """Multiply every tile by its expert: float32[tiles, TILE, in] to [tiles, TILE, out]."""
-        out = tiled.new_empty((tiled.shape[0], TILE, bank.shape[-1]))
-        if plan.dense:
-            torch.bmm(tiled[: len(each)], bank, out=out[: len(each)])
-        for expert, first, count in plan.runs:
-            weight = each[expert]
-            last = first + count
-            torch.bmm(tiled[first:last], weight if count == 1 else weight.expand(count, -1, -1), out=out[first:last])
-        return out
-
 
 @dataclasses.dataclass(frozen=True)
-class _TilePlan:
-    """`dense`: the first tiles are one per expert, in one product. `runs`: (expert, first tile, tiles) of the rest."""
+class TilePlan:
+    """Which expert each tile is multiplied by.
 
-    dense: bool
+    `stretches`: (expert, first tile, count): neighbouring experts, a tile each, in one product. `runs`: (expert, first
+    tile, tiles): several tiles of one expert.
+    """
+
+    stretches: list[tuple[int, int, int]]
     runs: list[tuple[int, int, int]]
 
 
-def _place_pairs(ids: Ints, counts: Ints) -> tuple[Ints, Ints, _TilePlan]:
+def multiply_tiles(tiled: Tensor, bank: Tensor, each: list[Tensor], plan: TilePlan) -> Tensor:
+    """Multiply every tile by its expert: float32[tiles, TILE, in] to [tiles, TILE, out]."""
+    out = tiled.new_empty((tiled.shape[0], TILE, bank.shape[-1]))
+    for expert, first, count in plan.stretches:
+        last = first + count
+        torch.bmm(tiled[first:last], bank[expert : expert + count], out=out[first:last])
+    for expert, first, count in plan.runs:
+        weight = each[expert]
+        last = first + count
+        torch.bmm(tiled[first:last], weight if count == 1 else weight.expand(count, -1, -1), out=out[first:last])
+    return out
+
+
+def _place_pairs(ids: Ints, counts: Ints) -> tuple[Ints, Ints, TilePlan]:
     """Give every (row, expert) pair a place in tiles of one expert each.
 
     Returns:
@@ -219,4 +225,4 @@ def _place_pairs(ids: Ints, counts: Ints) -> tuple[Ints, Ints, _TilePlan]:
     source[places] = order // ids.shape[1]
     hit = np.nonzero(tiles)[0]
     runs = list(zip(hit.tolist(), starts[hit].tolist(), tiles[hit].tolist(), strict=True))
-    return slots, source, _TilePlan(dense, runs)
+    return slots, source, TilePlan([(0, 0, experts)] if dense else [], runs)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from engine.model.layers import WeightMap, rope_table
 from engine.model.memory import hash_rows
 from engine.model.rows import RowBatch, StepTables, load_ids, store_ids
 from engine.model.shapes import ModelShape
-from engine.model.tiles import TileLinear, choose_experts, gate_unit, norm_rows, pad_rows, padded
+from engine.model.tiles import Choice, TileLinear, choose_experts, gate_unit, norm_rows, pad_rows, padded
 
 
 @dataclasses.dataclass
@@ -87,6 +89,26 @@ class _Tail:
         return len(self.pre)
 
 
+class Mixture(Protocol):
+    """Where the routed experts are when they are not in this process's layers: `dispatch.Dispatch`."""
+
+    def open_pass(self, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        """Before the first layer: int64[rows] positions and token ids of the pass, which may have no rows."""
+        ...
+
+    def send(self, layer: int, x: Tensor, choice: Choice) -> None:
+        """Each row to its experts: float32[padded rows, hidden], and the choice of the real rows."""
+        ...
+
+    def receive(self) -> Tensor:
+        """float32[rows, hidden], the weighted sums of what was sent last."""
+        ...
+
+    def close_pass(self) -> None:
+        """After the last layer."""
+        ...
+
+
 class PagedTransformer:
     """The target model over an arena. Not thread-safe; one pass at a time, on one torch thread."""
 
@@ -100,6 +122,7 @@ class PagedTransformer:
         max_tokens: int,
         replay_rows: int = 0,
         probe: Probe | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Fuses the weights into float32 copies.
 
@@ -112,10 +135,12 @@ class PagedTransformer:
             replay_rows: rows before a prompt's end that run through the layers past the last KV source; 0 runs all rows
                 through all layers, which is exact. An approximation otherwise (truncated windows).
             probe: filled by passes.
+            mixture: evaluates the routed experts, which `weights` need not hold then. Borrowed; may be changed between
+                passes.
 
         Raises:
             ConfigError: n-gram constants are missing, or `replay_rows` would leave decode rows a window that was never
-                written.
+                written, or can not be had with a `mixture`: its layers would run in another order.
         """
         if shape.engram is not None and engram is None:
             raise ConfigError("the model has an n-gram memory; pass the tables made by engram_tables")
@@ -125,9 +150,12 @@ class PagedTransformer:
         self.arena = arena
         self.replay_rows = replay_rows
         self.probe = probe
+        self.mixture = mixture
         self.max_chunk = arena.staging_rows - (shape.window - 1)
         self._last_source = max(shape.kv_sources, default=shape.num_layers - 1)
         if replay_rows:
+            if mixture is not None:
+                raise ConfigError(f"replay_rows must be 0 for ranks of a group, found {replay_rows}")
             if not shape.kv_sources:
                 raise ConfigError("replay_rows needs a model with compressed entries")
             if replay_rows > self.max_chunk:
@@ -137,7 +165,9 @@ class PagedTransformer:
         self._engram = engram
         self._ratios = tuple(sorted({role.ratio for role in shape.layer_roles if role.ratio}))
         self._embed = weights["embed.weight"].float()
-        self._layers = [Layer(weights, shape, role, arena.layout) for role in shape.layer_roles]
+        self._layers = [
+            Layer(weights, shape, role, arena.layout, with_experts=mixture is None) for role in shape.layer_roles
+        ]
         self._head = TileLinear(weights["head.weight"].float() * weights["norm.weight"].float())
         everywhere = torch.arange(max_tokens)
         self._turns = {
@@ -163,9 +193,27 @@ class PagedTransformer:
         with np.errstate(over="ignore"):
             tables, lines, pre = self._enter(batch)
             state = self._open_pass(tables)
+            if self.mixture is not None:
+                self.mixture.open_pass(batch.positions, batch.ids)
             for layer in self._layers:
                 lines, pre = self._run_layer(layer, state, lines, pre)
+            if self.mixture is not None:
+                self.mixture.close_pass()
             return self._logits(lines, range(batch.rows) if wanted is None else wanted)
+
+    @torch.inference_mode()
+    def forward_nothing(self) -> None:
+        """A pass without rows, for a rank of a group whose peers have some: only its experts work."""
+        assert self.mixture is not None
+        nothing = np.empty(0, np.int64)
+        nobody = Choice(np.empty((0, self.shape.top_k), np.int64), np.empty((0, self.shape.top_k), np.float32))
+        x = torch.empty((0, self.shape.hidden))
+        with np.errstate(over="ignore"):
+            self.mixture.open_pass(nothing, nothing)
+            for layer in self._layers:
+                self.mixture.send(layer.role.index, x, nobody)
+                self.mixture.receive()
+            self.mixture.close_pass()
 
     @torch.inference_mode()
     def forward_prompt(self, batch: RowBatch, *, last: bool, wanted: Sequence[int] | None = None) -> Tensor:
@@ -364,8 +412,15 @@ class PagedTransformer:
         if self.probe is not None and self.probe.choices:
             self.probe.experts[layer.role.index] = choice.ids
             self.probe.gaps.note(torch.from_numpy(ranked), shape.top_k)
-        output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
-        output[:rows] += layer.experts.mix(x, choice)
+        if layer.experts is not None:
+            output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
+            output[:rows] += layer.experts.mix(x, choice)
+        else:
+            assert self.mixture is not None
+            self.mixture.send(layer.role.index, x, choice)
+            # While rows are on their way.
+            output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
+            output[:rows] += self.mixture.receive()
         lines[:, -1] = output
 
     def _logits(self, lines: Tensor, wanted: Sequence[int]) -> Tensor:

@@ -150,17 +150,15 @@ class Auditor:
     def _check_named(self, life: Life, step: int, slab: int, pages: tuple[int, ...], arena: Arena) -> None:
         if arena.slabs.state_of(slab) is PageState.FREE:
             raise Violation("in-flight", f"{life.name}: step {step} names slab {slab}, which is free")
-        for page in pages:
-            if arena.pages.state_of(page) is PageState.FREE:
-                raise Violation("in-flight", f"{life.name}: step {step} names page {page}, which is free")
+        page = arena.pages.find(pages, PageState.FREE)
+        if page is not None:
+            raise Violation("in-flight", f"{life.name}: step {step} names page {page}, which is free")
 
     def _check_quarantine(self, life: Life, side: DecodeSide) -> None:
         books = self._books[life]
         for block, epoch in books.block_to_epoch.items():
             is_page = block < books.num_pages
-            state = (
-                side.arena.pages.state_of(block) if is_page else side.arena.slabs.state_of(block - books.num_pages)
-            )
+            state = side.arena.pages.state_of(block) if is_page else side.arena.slabs.state_of(block - books.num_pages)
             if state not in RESERVED_STATES:
                 what = f"page {block}" if is_page else f"slab {block - books.num_pages}"
                 raise Violation(

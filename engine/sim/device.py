@@ -15,23 +15,35 @@ import ctypes
 import dataclasses
 import math
 import struct
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
+import numpy as np
 import trio
 
 from engine.config import RankConfig, read_model_facts
-from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
-from engine.errors import DeviceError, LocalProtocolError
-from engine.ports import DeviceInfo
+from engine.core.effects import Stretch
+from engine.core.pact import GroupStep
+from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
+from engine.errors import DeviceError, GroupBroken, LocalProtocolError
+from engine.ports import DeviceInfo, ExpertSlots
 from engine.sim.costs import FlatCosts
-from engine.sim.text import EOS, append_chain, draw, extend_chain
+from engine.sim.text import EOS, Words, append_chain, append_chains, draw, draw_many, extend_chain, seed_mix
 from engine.sim.violation import Violation
+from transport.checksum import BlockReader
 from transport.fabric import BlockRun
+from transport.messages import PartInfo
 
 _PAGE = struct.Struct("<qiiII")
 """request, index in the sequence, ids in it, checksum before, checksum after."""
 _SLAB = struct.Struct("<qiiIi")
 """request, ids of history, last token, checksum, padding."""
+_PAGES = np.dtype(
+    [("request", "<i8"), ("index", "<i4"), ("filled", "<i4"), ("before", "<u4"), ("after", "<u4")]
+)  # fmt: skip
+_SLABS = np.dtype([("request", "<i8"), ("length", "<i4"), ("last", "<i4"), ("chain", "<u4"), ("padding", "<i4")])
+"""The same as columns."""
 QUEUE_LIMIT = 2
 
 Costs = Callable[[StepPlan], float]
@@ -51,6 +63,29 @@ class SimTicket:
     lot: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
 
 
+class Place(Protocol):
+    """A device's place in a group with experts; `engine.sim.group` has it."""
+
+    @property
+    def experts(self) -> ExpertSlots: ...
+    def runs(self) -> tuple[BlockRun, ...]: ...
+    def submitted(self) -> None: ...
+    def leave(self) -> None: ...
+    def stop_until(self, until: float) -> None: ...
+    def take_break(self, ticket: SimTicket) -> GroupBroken | None: ...
+
+
+class _Cast:
+    """What the device keeps of a roster while it stays."""
+
+    def __init__(self, roster: Roster | None) -> None:
+        self.roster = roster
+        sampling = () if roster is None else roster.sampling
+        self.lines = np.arange(len(sampling))
+        self.mixes: Words = np.array([seed_mix(each) for each in sampling], np.uint32)
+        self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
+
+
 class SimDevice:
     """See the module.
 
@@ -60,6 +95,7 @@ class SimDevice:
         group: device of a group that steps together; its members' steps end at the slowest's end.
         reads_all: a row reads every page of its history in each step, else the last, and all when it begins a page.
         fail_at_step, hang_at_step: from that step on it fails; that step never ends.
+        checksum_s: virtual seconds that the checksum of one block takes.
     """
 
     def __init__(
@@ -79,16 +115,21 @@ class SimDevice:
         hang_at_step: int = 0,
         name: str = "sim",
         layout_digest: str = "",
+        checksum_s: float = 0.0,
     ) -> None:
         self._eos_share = eos_share
         self._costs = costs
         self._sleep_until = sleep_until
         self._group = group
+        self._checksum_s = checksum_s
+        self._reader: BlockReader | None = None
         self._reads_all = reads_all
         self.fail_at_step, self.hang_at_step = fail_at_step, hang_at_step
         self.slow = 1.0
         """Factor on every step that is submitted from now on."""
         self.num_steps = 0
+        self.busy_s = 0.0
+        """Virtual seconds of its finished steps, without the waiting for others of its group."""
         self.next_step = 1
         """Number of the step that is submitted next."""
         self.queue: collections.deque[SimTicket] = collections.deque()
@@ -96,8 +137,13 @@ class SimDevice:
         self._arena = ctypes.create_string_buffer(num_pages * _PAGE.size + num_slabs * _SLAB.size)
         self._bytes = memoryview(self._arena).cast("B")
         self._slabs_at = num_pages * _PAGE.size
+        self._page_tags = np.frombuffer(self._bytes, _PAGES, num_pages)
+        self._slab_tags = np.frombuffer(self._bytes, _SLABS, num_slabs, self._slabs_at)
+        self._cast = _Cast(None)
         self._free_at = 0.0
         self._why_dead = ""
+        self._place: Place | None = None
+        self.experts: ExpertSlots | None = None
         self.info = DeviceInfo(
             name=name,
             layout_digest=layout_digest or f"sim-{page_tokens}",
@@ -113,11 +159,23 @@ class SimDevice:
         if group is not None:
             group.join(self)
 
+    def take_place(self, place: Place, address: str, parts: Sequence[PartInfo]) -> None:
+        """It is a device of a group with experts from now on; before its first use."""
+        self._place, self.experts = place, place.experts
+        self.info = dataclasses.replace(self.info, mesh_address=address, parts=tuple(parts))
+
+    def stop_until(self, until: float) -> None:
+        """Its process is stopped; that shows only to a group that waits for it."""
+        if self._place is not None:
+            self._place.stop_until(until)
+
     def block_runs(self) -> Sequence[BlockRun]:
         address, info = ctypes.addressof(self._arena), self.info
+        slots = () if self._place is None else self._place.runs()
         return (
             BlockRun(address, info.page_bytes, info.num_pages),
             BlockRun(address + self._slabs_at, info.slab_bytes, info.num_slabs),
+            *slots,
         )
 
     def submit(self, plan: StepPlan) -> SimTicket:
@@ -125,13 +183,15 @@ class SimDevice:
             raise DeviceError(f"step {plan.step}: {self._why_dead}")
         if len(self.queue) >= QUEUE_LIMIT:
             raise LocalProtocolError(f"step {plan.step} is one step too many in the queue (limit {QUEUE_LIMIT})")
-        if plan.is_empty:
+        if plan.is_empty and self._place is None:
             raise LocalProtocolError(f"step {plan.step} is empty")
         cost_s = self._costs(plan) * self.slow
         ticket = SimTicket(plan.step, plan, [bytes(chunk.tokens) for chunk in plan.chunks], cost_s)
         self.queue.append(ticket)
-        self.next_step = plan.step + 1
-        if self._group is not None:
+        self.next_step = max(self.next_step, plan.step + 1)
+        if self._place is not None:
+            self._place.submitted()
+        elif self._group is not None:
             self._group.submitted()
         elif plan.step != self.hang_at_step:
             self._free_at = ticket.done_at = max(self._free_at, trio.current_time()) + cost_s
@@ -140,7 +200,9 @@ class SimDevice:
         return ticket
 
     async def wait(self, ticket: SimTicket) -> StepResult:
-        if ticket.result is None and ticket.error is None:
+        if self._place is not None:
+            await self._wait_in_place(self._place, ticket)
+        elif ticket.result is None and ticket.error is None:
             if self._group is not None:
                 await ticket.lot.park()
             else:
@@ -154,6 +216,27 @@ class SimDevice:
         assert ticket.result is not None
         return ticket.result
 
+    async def _wait_in_place(self, place: Place, ticket: SimTicket) -> None:
+        """Until the step is over, or broken off: raises GroupBroken then."""
+        if ticket.result is not None or ticket.error is not None:
+            await trio.lowlevel.checkpoint()
+        while ticket.result is None and ticket.error is None:
+            broken = place.take_break(ticket)
+            if broken is not None:
+                raise broken
+            await ticket.lot.park()
+        broken = place.take_break(ticket)
+        if broken is not None:
+            raise broken
+
+    async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
+        num_pages = self.info.num_pages
+        blocks = [[*pages] if slab < 0 else [*pages, num_pages + slab] for pages, slab in stretches]
+        await self._sleep_until(trio.current_time() + self._checksum_s * sum(map(len, blocks)))
+        if self._reader is None:
+            self._reader = BlockReader(self.block_runs())
+        return self._reader.checksums(blocks)
+
     async def aclose(self) -> None:
         if self.queue and not self._why_dead and self._group is None and self.queue[-1].done_at < math.inf:
             await self.wait(self.queue[-1])
@@ -165,20 +248,34 @@ class SimDevice:
         self._why_dead = self._why_dead or why
         if self._group is not None:
             self._group.leave(self)
+        if self._place is not None:
+            self._place.leave()
+
+    def fail(self, error: DeviceError) -> None:
+        """All that is queued fails with this."""
+        self.die(str(error))
+        while self.queue:
+            ticket = self.queue.popleft()
+            ticket.error = error
+            ticket.lot.unpark_all()
 
     # ------------------------------------------------------------ the "model"
 
-    def finish_first(self) -> None:
-        """The oldest step in the queue is over: computes it."""
+    def finish_first(self, group: GroupStep | None = None) -> None:
+        """The oldest step in the queue is over: computes it. `group`: the step of its group."""
         ticket = self.queue.popleft()
         fails = self.fail_at_step and ticket.step >= self.fail_at_step
         why = "failed, as asked" if fails else self._find_fault(ticket.plan)
         if why is None and not self._why_dead:
             plan = ticket.plan
             chunks = tuple(self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True))
-            rows = tuple([self._run_row(row) for row in plan.rows] if self._reads_all else self._run_rows(plan.rows))
-            ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)))
-            self.num_steps += 1
+            rows: Sequence[int] = ()
+            if plan.rows:
+                rows = [self._run_row(row) for row in plan.rows] if self._reads_all else self._run_rows(plan.columns)
+            ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group)
+            if not plan.is_empty:
+                self.num_steps += 1
+                self.busy_s += ticket.cost_s
         else:
             self._why_dead = self._why_dead or f"step {ticket.step} failed on the device: {why}"
             ticket.error = DeviceError(f"step {ticket.step}: {self._why_dead}")
@@ -188,7 +285,8 @@ class SimDevice:
         """What a real device could not compute."""
         info = self.info
         spans = [(c.slab, c.pages, c.start + c.num_tokens) for c in plan.chunks]
-        spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows if self._reads_all]
+        if self._reads_all:
+            spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows]
         for slab, pages, end in spans:
             if not 0 <= slab < info.num_slabs:
                 return f"slab {slab} of {info.num_slabs}"
@@ -198,9 +296,8 @@ class SimDevice:
                 return f"{end} tokens need more pages than the {len(pages)} given"
             if max(pages) >= info.num_pages or min(pages) < 0:
                 return f"page id outside the {info.num_pages} pages"
-        for row in plan.rows:
-            if row.token is not None and not 0 <= row.token < info.vocab_size:
-                return f"token id {row.token} outside the vocabulary of {info.vocab_size}"
+        if plan.rows and (largest := int(plan.columns.tokens.max())) >= info.vocab_size:
+            return f"token id {largest} outside the vocabulary of {info.vocab_size}"
         return None
 
     def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:
@@ -232,12 +329,7 @@ class SimDevice:
             self._expect(where, "request and length in the slab", (request, length), (row.request, position))
             self._expect(where, "input id", row.token, last)
         index, offset = divmod(position, page_tokens)
-        after = 0
-        for place in range(index + (offset > 0)):
-            after = self._read_page(row, place, min(page_tokens, position - place * page_tokens), after)
-        if after != chain:
-            where = f"row of request {row.request} at {position}"
-            self._expect(where, "checksum of its pages against its slab's", after, chain)
+        self._read_history(row, chain)
         grown = append_chain(chain, last)
         if offset:
             before = _PAGE.unpack_from(self._bytes, pages[index] * _PAGE.size)[3]
@@ -248,36 +340,55 @@ class SimDevice:
         self._write_slab(row.slab, request, position + 1, sampled, grown)
         return sampled
 
-    def _run_rows(self, rows: tuple[DecodeRow, ...]) -> list[int]:
-        """The same for many rows: what does not look right at a glance goes to `_run_row`, which says what it is."""
-        data, slabs_at, page_tokens = self._bytes, self._slabs_at, self.info.page_tokens
-        vocab_size, eos_share = self.info.vocab_size, self._eos_share
-        sampled = []
-        for row in rows:
-            position, token = row.position, row.token
-            at = slabs_at + row.slab * _SLAB.size
-            request, length, last, chain, _ = _SLAB.unpack_from(data, at)
-            index, offset = divmod(position, page_tokens)
-            page_at = row.pages[index] * _PAGE.size
-            tag = _PAGE.unpack_from(data, page_at)
-            if (
-                not offset
-                or tag[0] != row.request
-                or tag[1] != index
-                or tag[2] != offset
-                or tag[4] != chain
-                or request != row.request
-                or length != position
-                or (token is not None and token != last)
-            ):
-                sampled.append(self._run_row(row))
-                continue
-            grown = append_chain(chain, last)
-            _PAGE.pack_into(data, page_at, request, index, offset + 1, tag[3], grown)
-            drawn = draw(grown, row.sampling, vocab_size, eos_share)
-            _SLAB.pack_into(data, at, request, position + 1, drawn, grown, 0)
-            sampled.append(drawn)
-        return sampled
+    def _run_rows(self, rows: DecodeRows) -> Sequence[int]:
+        """The same as columns. A row that does not look right goes to `_run_row`, which says what it is."""
+        roster, positions, tokens = rows.roster, rows.positions, rows.tokens
+        if self._cast.roster is not roster:
+            self._cast = _Cast(roster)
+        cast, requests = self._cast, roster.requests
+        slabs = self._slab_tags[roster.slabs]
+        chain, last = slabs["chain"], slabs["last"]
+        index, offset = np.divmod(positions, self.info.page_tokens)
+        ids = roster.tables[cast.lines, index]
+        pages = self._page_tags[ids]
+        for at in np.flatnonzero(offset == 0).tolist():
+            self._read_history(rows[at], int(chain[at]))
+            pages[at] = (requests[at], index[at], 0, chain[at], chain[at])
+        is_wrong = (
+            (pages["request"] != requests)
+            | (pages["index"] != index)
+            | (pages["filled"] != offset)
+            | (pages["after"] != chain)
+            | (slabs["request"] != requests)
+            | (slabs["length"] != positions)
+            | ((tokens != last) & (tokens >= 0))
+        )
+        if is_wrong.any():
+            row = rows[int(is_wrong.argmax())]
+            self._run_row(row)
+            raise AssertionError(f"{row} looks wrong, and is not")
+        grown = append_chains(chain, last.view(np.uint32))
+        drawn = draw_many(grown, cast.mixes, self.info.vocab_size, self._eos_share)
+        for at in cast.masked:
+            drawn[at] = draw(int(grown[at]), roster.sampling[at], self.info.vocab_size, self._eos_share)
+        pages["filled"] += 1
+        pages["after"] = grown
+        self._page_tags[ids] = pages
+        slabs["length"] += 1
+        slabs["last"] = drawn
+        slabs["chain"] = grown
+        self._slab_tags[roster.slabs] = slabs
+        return array("i", drawn.tobytes())
+
+    def _read_history(self, row: DecodeRow, chain: int) -> None:
+        """All pages of a row that begins one: an unbroken chain, which ends at the slab's checksum."""
+        page_tokens, after = self.info.page_tokens, 0
+        index, offset = divmod(row.position, page_tokens)
+        for place in range(index + (offset > 0)):
+            after = self._read_page(row, place, min(page_tokens, row.position - place * page_tokens), after)
+        if after != chain:
+            where = f"row of request {row.request} at {row.position}"
+            self._expect(where, "checksum of its pages against its slab's", after, chain)
 
     def _read_page(self, row: DecodeRow, index: int, filled: int, before: int) -> int:
         tag = _PAGE.unpack_from(self._bytes, row.pages[index] * _PAGE.size)

@@ -16,7 +16,7 @@ import trio
 from engine.sim.wires import CableEnd
 from engine.sim.workload import Requester
 from engine.sim.world import SimProcess, World
-from transport.memory_fabric import Faults
+from transport.memory_fabric import ExtraFaults, Faults
 
 T = TypeVar("T")
 
@@ -33,6 +33,8 @@ KINDS: Final = {
     "push-lost": "pushes fail, with or without landing",
     "push-after": "pushes fail and land all the same, later",
     "push-stuck": "a push never ends",
+    "push-twice": "pushes land twice, the second time late, and are over only then",
+    "corrupt": "a bit of pushed bytes is wrong; for clusters with checksums",
     "hang-up": "a client's connection breaks",
     "leave": "a client goes away for good",
 }
@@ -85,7 +87,7 @@ async def run_faults(world: World, requesters: list[Requester], swarm: Swarm, fa
         await trio.sleep_until(fault.at_s)
         hurt(world, requesters, fault)
     await trio.sleep_until(swarm.until_s)
-    world.memory.faults = Faults()
+    world.memory.faults, world.memory.extra = Faults(), ExtraFaults()
     for process in world.processes.values():
         if process.device is not None:
             process.device.slow = 1.0
@@ -103,6 +105,9 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
         elif len(present) > 1:
             _pick(present, fault).leave()
         return
+    if kind in ("push-twice", "corrupt"):
+        _hurt_bytes(world, kind, fault)
+        return
     if kind.startswith("push-"):
         _hurt_wire(world, kind, fault)
         return
@@ -110,6 +115,7 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
     if not alive:
         return
     process = _pick(alive, fault)
+    world.disturb(process.life.rank, ends_at)
     if kind == "crash":
         world.num_kills += 1
         process.kill()
@@ -117,6 +123,8 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
         process.stopped_until = ends_at
         if process.fabric is not None:
             process.fabric.stopped_until = ends_at
+        if process.device is not None:
+            process.device.stop_until(ends_at)
         for end in process.ends:
             _hold(end, ends_at)
     elif kind == "clog-head":
@@ -161,6 +169,22 @@ def _hurt_wire(world: World, kind: str, fault: Fault) -> None:
     def heal() -> None:
         if world.memory.faults is faults:
             world.memory.faults = Faults()
+
+    world.clock.at(world.clock.now + fault.lasts_s, heal)
+
+
+def _hurt_bytes(world: World, kind: str, fault: Fault) -> None:
+    share = 0.1 + 0.4 * fault.pick
+    memory = world.memory
+    if kind == "push-twice":
+        memory.extra = dataclasses.replace(memory.extra, twice=share, twice_s=fault.lasts_s)
+    else:
+        memory.extra = dataclasses.replace(memory.extra, corrupt=share)
+    extra = memory.extra
+
+    def heal() -> None:
+        if memory.extra is extra:
+            memory.extra = ExtraFaults()
 
     world.clock.at(world.clock.now + fault.lasts_s, heal)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -16,12 +17,15 @@ from engine.core.prefill import PrefillSide
 from engine.sim import seeded
 from engine.sim.checks import Auditor
 from engine.sim.faults import draw_faults, run_faults
+from engine.sim.group import GroupMeters
+from engine.sim.operators import draw_acts, rest, run_operators
 from engine.sim.scenario import Scenario
 from engine.sim.seeded import EventClock
 from engine.sim.trace import Trace
 from engine.sim.violation import Violation
 from engine.sim.workload import Answers, Requester, draw_asks
 from engine.sim.world import World
+from transport.messages import ExpertsReport
 
 LOOK_S = 0.25
 FREE_S = 20.0
@@ -43,10 +47,14 @@ class Outcome:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     steps: int = 0
+    busy_s: dict[int, float] = dataclasses.field(default_factory=dict)
     lives: int = 0
     purged: int = 0
     landings: int = 0
     commits: int = 0
+    acts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    groups: dict[str, GroupMeters] = dataclasses.field(default_factory=dict)
+    experts: ExpertsReport | None = None
 
     @property
     def is_good(self) -> bool:
@@ -97,13 +105,18 @@ def _find(error: BaseException, kind: type[Any]) -> Any:
 
 async def _play(scenario: Scenario, outcome: Outcome, hook: Any, clock: EventClock) -> None:
     rng = random.Random(f"run {scenario.seed}")
-    world = World(clock, scenario.shape, random.Random(rng.random()), outcome.trace)
+    world = World(clock, scenario.shape, random.Random(rng.random()), outcome.trace, scenario.seed)
+    swarms = (scenario.swarm, scenario.extra)
+    world.is_calm = world.groups is not None and not any(swarm.kinds and swarm.per_s for swarm in swarms)
     if hook is not None:
         hook(world)
     load = scenario.load
     all_asks = draw_asks(load, random.Random(rng.random()), scenario.shape.vocab_size)
     streams = itertools.tee(all_asks, load.clients)
     faults = draw_faults(scenario.swarm, random.Random(rng.random()))
+    extra = draw_faults(scenario.extra, random.Random(f"{scenario.seed}:extra faults"))
+    faults = sorted(faults + extra, key=lambda fault: fault.at_s)
+    acts = draw_acts(scenario.operators, random.Random(f"{scenario.seed}:operators"))
     requesters = [
         Requester(world, number, (ask for ask in stream if ask.client == number), outcome.answers, load)
         for number, stream in enumerate(streams)
@@ -113,9 +126,14 @@ async def _play(scenario: Scenario, outcome: Outcome, hook: Any, clock: EventClo
             await nursery.start(world.run)
             nursery.start_soon(run_faults, world, requesters, scenario.swarm, faults)
             nursery.start_soon(_run_signals, world, scenario)
+            if acts:
+                nursery.start_soon(run_operators, world, scenario.operators, acts, outcome.acts)
             await _answer_all(scenario, requesters, faults[-1].at_s if faults else 0.0)
             await trio.sleep_until(scenario.swarm.until_s)
             if not scenario.signals:
+                if world.groups is not None:
+                    await trio.sleep_until(scenario.operators.until_s)
+                    await rest(world)
                 await _empty(world, outcome)
                 world.drained = True
                 world.signal()
@@ -127,9 +145,12 @@ async def _play(scenario: Scenario, outcome: Outcome, hook: Any, clock: EventClo
             nursery.cancel_scope.cancel()
     finally:
         outcome.virtual_s, outcome.lives = clock.now, world.num_lives
-        outcome.steps = world.count_steps()
+        outcome.steps, outcome.busy_s = world.count_steps(), world.measure_busy()
         auditor: Auditor = world.auditor
         outcome.landings, outcome.commits = auditor.num_landings, auditor.num_commits
+        if world.groups is not None:
+            outcome.groups = {group.name: group.meters for group in world.groups.groups.values()}
+            outcome.experts = world.experts() if world.experts is not None else None
 
 
 async def _run_signals(world: World, scenario: Scenario) -> None:

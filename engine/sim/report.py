@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
+
 from engine.sim.checks import LIVENESS
 from engine.sim.costs import FlatCosts, RooflineCosts
 from engine.sim.play import Outcome
@@ -48,6 +50,11 @@ def describe_options(scenario: Scenario) -> list[str]:
         )
     else:
         lines.append("no faults")
+    extra = scenario.extra
+    if extra.kinds and extra.per_s:
+        lines.append(f"besides, {extra.per_s:g} a second: {', '.join(extra.kinds)}")
+    if shape.checksums:
+        lines.append("pushes have checksums")
     if scenario.signals:
         lines.append(f"told to stop at {', '.join(f'{at:.3f}' for at in scenario.signals)} s")
     return lines
@@ -76,6 +83,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "cpu_s": outcome.cpu_s,
         "events": dict(sorted(kinds.items())),
         "steps": outcome.steps,
+        "skew": {role: _skew(outcome, role) for role in ("prefill", "decode")},
         "lives": outcome.lives,
         "writers_ended_for_their_epochs": outcome.purged,
         "writes_landed": outcome.landings,
@@ -90,10 +98,41 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "ttft_s": _percentiles(answers.first_token_s),
         "inter_token_s": _percentiles(answers.between_tokens_s),
         "handoff_s": _percentiles(answers.handoff_s),
+        "acts": dict(sorted(outcome.acts.items())),
+        "groups": _describe_groups(outcome),
+        "experts": [] if outcome.experts is None else msgspec.to_builtins(outcome.experts.parts),
         "shape": shape,
         "load": dataclasses.asdict(scenario.load),
         "swarm": dataclasses.asdict(scenario.swarm),
+        "extra": dataclasses.asdict(scenario.extra),
     }
+
+
+def _describe_groups(outcome: Outcome) -> dict[str, Any]:
+    """What became of each group and of the experts in it."""
+    groups = {}
+    for name, meters in outcome.groups.items():
+        groups[name] = {
+            "steps": meters.num_steps,
+            "idle_steps": meters.idle_steps,
+            "step_s": _percentiles(meters.step_s),
+            "copying_steps": meters.copying_s.count,
+            "copying_step_s": _percentiles(meters.copying_s),
+            "lost_us_per_step": meters.lost_us / max(meters.num_steps, 1),
+            "lost_us_per_step_by_second": {
+                second: lost_us / count for second, (count, lost_us) in sorted(meters.lost_by_second.items())
+            },
+            "flips": meters.flips,
+            "breaks": meters.breaks,
+        }
+    return groups
+
+
+def _skew(outcome: Outcome, role: str) -> float:
+    """Device time of the busiest rank of a role over their mean; 1 is even, 0 where none had a step."""
+    roles = outcome.scenario.shape.cluster_config().roles
+    times = [busy_s for rank, busy_s in outcome.busy_s.items() if roles[rank] == role]
+    return max(times) * len(times) / sum(times) if any(times) else 0.0
 
 
 def _percentiles(histogram: Any) -> dict[str, float]:
@@ -123,9 +162,28 @@ def describe(outcome: Outcome) -> Iterator[str]:
     yield f"  answers     {_counts(told['outcomes'])}; {told['attempts']} attempts, at most {told['most_attempts']}"
     yield f"  lost tries  {_counts(told['failed_attempts']) or 'none'}"
     yield f"  throughput  {told['tokens']} tokens, {told['tokens_per_s']:.1f} a second"
+    skew = ", ".join(f"{role} {value:.2f}" for role, value in told["skew"].items())
+    yield f"  skew        {skew} (device time of the busiest rank over the mean)"
     for name, key in (("first token", "ttft_s"), ("inter-token", "inter_token_s"), ("hand-off", "handoff_s")):
         times = ", ".join(f"{share} {seconds * 1e3:.2f} ms" for share, seconds in told[key].items())
         yield f"  {name:<11} {times}"
+    yield from _tell_groups(outcome)
+
+
+def _tell_groups(outcome: Outcome) -> Iterator[str]:
+    for name, told in _describe_groups(outcome).items():
+        yield (
+            f"  {name}: {told['steps']} steps with rows, p50 {told['step_s']['p50'] * 1e3:.2f} ms, p99"
+            f" {told['step_s']['p99'] * 1e3:.2f} ms; {told['lost_us_per_step']:.1f} us of each lost to skew;"
+            f" {told['flips']} flips, {told['breaks']} breakages"
+        )
+    for part in () if outcome.experts is None else outcome.experts.parts:
+        yield (
+            f"  {part.pool} group {part.group}, {part.part}: {part.applied} re-placements, {part.rolled_back} back,"
+            f" {part.failed} failed, {part.skipped} not worth it; {part.moved_slots_total} slots moved"
+        )
+    if outcome.acts:
+        yield f"  operators   {_counts(outcome.acts)}"
 
 
 def _counts(counts: dict[str, int]) -> str:

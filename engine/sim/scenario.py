@@ -14,11 +14,16 @@ from engine.config import Limits
 from engine.errors import ConfigError
 from engine.sim.costs import FlatCosts, RooflineCosts
 from engine.sim.faults import KINDS, Swarm
+from engine.sim.gating import ExpertShape
+from engine.sim.operators import Operators
+from engine.sim.variety import vary
 from engine.sim.workload import Load
 from engine.sim.world import WorldShape
 
 DIRECTORY: Final = Path(__file__).parent / "scenarios"
-DRAWN_KINDS: Final = tuple(kind for kind in KINDS if kind != "cut-pair")
+EXTRA_KINDS: Final = ("cut-pair", "push-twice")
+"""Of a seed, by a generator of their own that came later: so the draws of all others stayed what they were."""
+DRAWN_KINDS: Final = tuple(kind for kind in KINDS if kind not in (*EXTRA_KINDS, "corrupt"))
 """Of a seed. A new kind here makes other runs of all seeds, those of tests/sim/seeds.txt too."""
 FAULTS_S: Final = 12.0
 """How long a small world is hurt."""
@@ -49,6 +54,9 @@ class Scenario:
     """See the module.
 
     Attributes:
+        extra: faults beside `swarm`, drawn by a generator of their own.
+        operators: of clusters with experts.
+        is_drawn: each seed varies it, see `variety`; of clusters with experts.
         settle_s: after the last fault, or the last arrival, until every request must be answered.
         signals: instants at which an operator asks the head to stop; none: when everything is answered.
     """
@@ -58,8 +66,11 @@ class Scenario:
     shape: WorldShape = dataclasses.field(default_factory=WorldShape)
     load: Load = dataclasses.field(default_factory=Load)
     swarm: Swarm = dataclasses.field(default_factory=Swarm)
+    extra: Swarm = dataclasses.field(default_factory=Swarm)
     settle_s: float = SETTLE_S
     signals: tuple[float, ...] = ()
+    operators: Operators = dataclasses.field(default_factory=Operators)
+    is_drawn: bool = False
 
     def replay_line(self) -> str:
         """The command that runs it again."""
@@ -127,7 +138,17 @@ def draw_scenario(seed: int) -> Scenario:
     if rng.random() < 0.15:
         first = rng.random() * FAULTS_S
         signals = (first, first + rng.random()) if rng.random() < 0.5 else (first,)
-    return Scenario("seed", seed, shape, load, swarm, SETTLE_S, signals)
+    return Scenario("seed", seed, shape, load, swarm, _draw_extra(seed, swarm), SETTLE_S, signals)
+
+
+def _draw_extra(seed: int, swarm: Swarm) -> Swarm:
+    """Half of the seeds that have faults have some of the later kinds too."""
+    rng = random.Random(f"{seed}:extra")
+    kinds = tuple(kind for kind in EXTRA_KINDS if rng.random() < 0.5)
+    per_s = rng.choice((0.3, 1.0, 4.0))
+    if not swarm.kinds or rng.random() < 1 / 3:
+        return Swarm()
+    return dataclasses.replace(swarm, kinds=kinds, per_s=per_s)
 
 
 # ---------------------------------------------------------------- files
@@ -156,15 +177,35 @@ def load_scenario(name: str, seed: int) -> Scenario:
     limits = _fill(dataclasses.asdict(SMALL_LIMITS), Limits, table.pop("limits", {}), "limits")
     costs = {f"{role}_costs": _read_costs(table.pop(f"{role}_costs", {}), role) for role in ("prefill", "decode")}
     cluster = table.pop("cluster", {})
-    shape = dataclasses.replace(_fill({}, WorldShape, cluster, "cluster"), limits=limits, **costs)
+    experts = _fill({}, ExpertShape, table.pop("experts"), "experts") if "experts" in table else None
+    shape = dataclasses.replace(_fill({}, WorldShape, cluster, "cluster"), limits=limits, experts=experts, **costs)
+    _check_groups(shape)
+    operators = _fill({}, Operators, table.pop("operators", {}), "operators")
     load = _fill({}, Load, table.pop("load", {}), "load")
     swarm = _fill({}, Swarm, table.pop("swarm", {}), "swarm")
+    if "corrupt" in swarm.kinds and not shape.checksums:
+        raise ConfigError("[swarm] kinds: 'corrupt' needs checksums = true in [cluster]; nothing else finds it")
     unknown_kinds = [kind for kind in swarm.kinds if kind not in KINDS]
     if unknown_kinds:
         raise ConfigError(f"[swarm] kinds: {unknown_kinds[0]!r} is none of {', '.join(KINDS)}")
-    parts = {"shape": shape, "load": load, "swarm": swarm}
+    parts = {"shape": shape, "load": load, "swarm": swarm, "operators": operators}
     scenario: Scenario = _fill({"name": name, "seed": seed, **parts}, Scenario, table, "")
-    return scenario
+    if experts is None and (scenario.is_drawn or operators.per_s):
+        raise ConfigError("is_drawn and [operators] are for clusters with [experts]")
+    return vary(scenario) if scenario.is_drawn else scenario
+
+
+def _check_groups(shape: WorldShape) -> None:
+    if shape.experts is None:
+        return
+    for role, ranks, group in (
+        ("prefill", shape.prefill, shape.prefill_group),
+        ("decode", shape.decode, shape.decode_group),
+    ):
+        if ranks % group:
+            raise ConfigError(f"[cluster] {role} = {ranks} is no multiple of {role}_group = {group}")
+    if shape.handoff != "chunks":
+        raise ConfigError("[cluster] handoff is chunks where ranks have experts")
 
 
 def _read_costs(table: dict[str, Any], role: str) -> FlatCosts | RooflineCosts:
@@ -180,7 +221,7 @@ def _fill(base: dict[str, Any], kind: Any, table: dict[str, Any], where: str) ->
     """A `kind` from `base`, overwritten by the table's keys, each of the type that the field says."""
     hints = get_type_hints(kind)
     for key, value in table.items():
-        if key not in hints or key in ("shape", "load", "swarm", "name"):
+        if key not in hints or key in ("shape", "load", "swarm", "extra", "name", "operators"):
             raise ConfigError(f"[{where}] has no key {key!r}; known are {', '.join(hints)}")
         base[key] = _convert(value, hints[key], f"[{where}] {key}")
     return kind(**base)
@@ -223,4 +264,5 @@ def change_length(scenario: Scenario, seconds: float) -> Scenario:
     factor = seconds / before if before else 1.0
     load = dataclasses.replace(load, arrive_s=seconds, requests=max(1, round(load.requests * factor)))
     swarm = dataclasses.replace(swarm, until_s=seconds, from_s=min(swarm.from_s, seconds))
-    return dataclasses.replace(scenario, load=load, swarm=swarm)
+    extra = dataclasses.replace(scenario.extra, until_s=seconds, from_s=min(scenario.extra.from_s, seconds))
+    return dataclasses.replace(scenario, load=load, swarm=swarm, extra=extra)

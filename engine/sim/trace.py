@@ -5,7 +5,11 @@ from __future__ import annotations
 import collections
 import hashlib
 import struct
+import zlib
 from array import array
+
+from transport.messages import MESSAGE_TO_KIND, NameGroup, RankReady
+from transport.wire import HEADER
 
 _EVENT = struct.Struct("<dI")
 
@@ -29,8 +33,7 @@ class Trace:
     def add(self, now: float, kind: str, what: str, detail: int = 0) -> None:
         """One event at virtual time `now`. `detail` is a checksum or a count, 32 bits of it."""
         self.kinds[kind] += 1
-        self._hash.update(_EVENT.pack(now, detail & 0xFFFFFFFF))
-        self._hash.update(what.encode())
+        self._hash.update(_EVENT.pack(now, detail & 0xFFFFFFFF) + what.encode())
         if self._marks is not None:
             self._marks.append(int.from_bytes(self._hash.digest(), "little"))
         if self.num_events in self._show:
@@ -49,3 +52,38 @@ class Trace:
             if mine != theirs:
                 return at
         return None if len(self._marks) == len(other._marks) else min(len(self._marks), len(other._marks))
+
+
+class StreamSum:
+    """Checksums over what a process writes to another, without the blobs that carry addresses of this process's memory.
+
+    Which no seed repeats: they are in the fabric descriptions of a group's ranks.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._left = self._hidden = 0
+
+    def feed(self, data: bytes) -> int:
+        """Of the next bytes, which may end anywhere in a frame."""
+        total, at = 0, 0
+        while at < len(data):
+            if not self._left and not self._hidden:
+                part = data[at : at + HEADER.size - len(self._head)]
+                self._head += part
+                total, at = zlib.crc32(part, total), at + len(part)
+                if len(self._head) == HEADER.size:
+                    meta, blob, kind, _, _ = HEADER.unpack(self._head)
+                    hides = kind in _WITH_ADDRESSES
+                    self._left, self._hidden = (meta, blob) if hides else (meta + blob, 0)
+                    self._head = b""
+            elif self._left:
+                part = data[at : at + self._left]
+                total, at, self._left = zlib.crc32(part, total), at + len(part), self._left - len(part)
+            else:
+                skipped = min(self._hidden, len(data) - at)
+                at, self._hidden = at + skipped, self._hidden - skipped
+        return total
+
+
+_WITH_ADDRESSES = frozenset(MESSAGE_TO_KIND[kind] for kind in (RankReady, NameGroup))

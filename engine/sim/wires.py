@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 
 import trio
@@ -21,10 +22,11 @@ WINDOW_BYTES = 256 << 10
 
 @dataclasses.dataclass(slots=True)
 class WireSpeed:
-    """Of one direction. `held_until`: nothing arrives before that."""
+    """Of one direction. `tick_s`: readers hear of arrivals only at its multiples. `held_until`: not before that."""
 
     latency_s: float
     bytes_per_s: float
+    tick_s: float = 0.0
     held_until: float = 0.0
 
 
@@ -65,6 +67,8 @@ class _Direction:
         self._put(self._free_at + self.speed.latency_s, data)
 
     def _put(self, arrival: float, data: bytes) -> None:
+        if self.speed.tick_s:
+            arrival = math.ceil(arrival / self.speed.tick_s) * self.speed.tick_s
         self._last_arrival = arrival = max(arrival, self._last_arrival)
         self._flying.append((arrival, data))
         self._num_bytes += len(data)

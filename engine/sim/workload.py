@@ -13,15 +13,17 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from engine.actors.client import HeadClient, Row, run_head_client
 from engine.errors import EngineError, PeerGone, RemoteProtocolError
 from engine.sim.meters import LogHistogram
-from engine.sim.text import ExpectedText, extend_chain
+from engine.sim.text import ExpectedText, Words, append_chains, draw_many, extend_chain, seed_mix
 from engine.sim.violation import Violation
 from engine.sim.wires import CableEnd, WireSpeed
 from engine.sim.world import World
@@ -102,17 +104,101 @@ def _draw_ask(load: Load, rng: random.Random, vocab_size: int, number: int, arri
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class AskedRow(Row):
+    """A row with its place in the requester's columns; -1 without one."""
+
+    slot: int = -1
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Try:
-    """An ask on its way. `outcome` is empty until its answer: finished, cancelled, drained or left."""
+    """An ask on its way. `outcome` is empty until its answer: finished, cancelled, drained or left.
+
+    `text` is what its tokens must be, up to those that came; `PlainTexts` keeps it while the row has a slot.
+    """
 
     ask: Ask
-    row: Row
+    row: AskedRow
     text: ExpectedText
     last_at: float
     retries: int = 0
     cancel_asked: bool = False
     is_sending: bool = False
     outcome: str = ""
+
+
+class PlainTexts:
+    """Expected texts as columns: of rows that had tokens before, are not near their end, and can end at no id."""
+
+    def __init__(self, vocab_size: int, eos_share: float) -> None:
+        self._vocab_size = vocab_size
+        self._eos_share = eos_share
+        self._tries: list[Try | None] = []
+        self._free: list[int] = []
+        self._chain: Words = np.zeros(0, np.uint32)
+        self._mix: Words = np.zeros(0, np.uint32)
+        self._count = np.zeros(0, np.int64)
+        self._most = np.zeros(0, np.int64)
+        self._last_at = np.zeros(0)
+
+    def add(self, attempt: Try) -> None:
+        """Keeps its text from now on, if it is plain."""
+        text, sampling = attempt.text, attempt.text.sampling
+        if text.reason is not None or sampling.stop_ids or sampling.min_tokens or self._eos_share:
+            return
+        if not self._free:
+            self._grow()
+        slot = attempt.row.slot = self._free.pop()
+        self._tries[slot] = attempt
+        self._chain[slot], self._mix[slot] = text.chain, seed_mix(sampling)
+        self._count[slot], self._most[slot], self._last_at[slot] = text.count, sampling.max_tokens, attempt.last_at
+
+    def remove(self, attempt: Try) -> None:
+        """Gives the text back as far as its tokens came; nothing happens if it is not kept here."""
+        slot = attempt.row.slot
+        if slot < 0:
+            return
+        attempt.row.slot = -1
+        text = attempt.text
+        text.chain, text.count = int(self._chain[slot]), int(self._count[slot])
+        text.reason = "length" if text.count >= self._most[slot] else None
+        attempt.last_at = float(self._last_at[slot])
+        self._tries[slot] = None
+        self._free.append(slot)
+
+    def take(self, slots: npt.NDArray[np.int64], tokens: list[int], now: float) -> npt.NDArray[np.float64]:
+        """A token for each of several rows; returns the time since the one before.
+
+        Raises:
+            Violation: one is not what it must be.
+        """
+        chain, count = self._chain[slots], self._count[slots]
+        wanted, came = draw_many(chain, self._mix[slots], self._vocab_size, 0.0), np.array(tokens, np.uint32)
+        is_late = count >= self._most[slots]
+        is_wrong = (wanted != came) | is_late
+        if is_wrong.any():
+            at = int(is_wrong.argmax())
+            attempt = self._tries[slots[at]]
+            assert attempt is not None
+            what = f"{attempt.ask.name}: token {int(count[at])}"
+            if is_late[at]:
+                raise Violation("stream", f"{what} after its end (length)")
+            raise Violation("stream", f"{what} is {tokens[at]}, not {int(wanted[at])}")
+        self._chain[slots] = append_chains(chain, wanted)
+        count += 1
+        self._count[slots] = count
+        since: npt.NDArray[np.float64] = now - self._last_at[slots]
+        self._last_at[slots] = now
+        return since
+
+    def _grow(self) -> None:
+        old = len(self._tries)
+        more = max(16, old)
+        self._chain, self._mix = np.pad(self._chain, (0, more)), np.pad(self._mix, (0, more))
+        self._count, self._most = np.pad(self._count, (0, more)), np.pad(self._most, (0, more))
+        self._last_at = np.pad(self._last_at, (0, more))
+        self._tries += [None] * more
+        self._free.extend(range(old + more - 1, old - 1, -1))
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,6 +226,7 @@ class Requester:
         self._world = world
         self._answers = answers
         self._shape = world.shape
+        self._texts = PlainTexts(world.shape.vocab_size, world.shape.eos_share)
         self._serial = itertools.count()
         self._tries: dict[Row, Try] = {}
         self._due: list[tuple[float, int, Try]] = []
@@ -153,10 +240,8 @@ class Requester:
             self._take(ask)
 
     def _take(self, ask: Ask) -> None:
-        text = ExpectedText(
-            extend_chain(0, ask.prompt), ask.sampling, self._shape.vocab_size, self._shape.eos_share
-        )
-        attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
+        text = ExpectedText(extend_chain(0, ask.prompt), ask.sampling, self._shape.vocab_size, self._shape.eos_share)
+        attempt = Try(ask, AskedRow(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
         self._tries[attempt.row] = attempt
         self._num_open += 1
         if ask.cancel_at < math.inf:
@@ -274,6 +359,7 @@ class Requester:
             attempt = self._tries.get(row)
             if attempt is None:
                 continue
+            self._texts.remove(attempt)
             if attempt.cancel_asked:
                 self._settle(attempt, "cancelled")
             elif attempt.text.reason is not None:
@@ -287,6 +373,7 @@ class Requester:
 
     def _settle(self, attempt: Try, outcome: str) -> None:
         if not attempt.outcome:
+            self._texts.remove(attempt)
             attempt.outcome = outcome
             self._num_open -= 1
             del self._tries[attempt.row]
@@ -298,13 +385,26 @@ class Requester:
 
     # ------------------------------------------------------------ RequestSink
 
-    def tokens_came(self, row: Row, count: int) -> None:
+    def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        now, texts, answers = trio.current_time(), self._texts, self._answers
+        asked = cast("Sequence[AskedRow]", rows)
+        slots = [row.slot for row in asked]
+        if min(slots) >= 0 and len(set(slots)) == len(slots) == sum(counts):
+            answers.between_tokens_s.add_many(texts.take(np.array(slots), [row.generated[-1] for row in asked], now))
+            answers.num_tokens += len(slots)
+            return
+        for row, count in zip(asked, counts, strict=True):
+            self._take_tokens(row, count, now)
+
+    def _take_tokens(self, row: AskedRow, count: int, now: float) -> None:
+        """Token by token: the first ones of a row, those of one that may stop, and several at once."""
         attempt = self._find(row)
         if attempt is None:
             return
+        self._texts.remove(attempt)
         answers, text = self._answers, attempt.text
-        now, have = row.last_token_at, len(row.generated)
-        for token in row.generated[have - count :] if count > 1 else row.generated[-1:]:
+        have = len(row.generated)
+        for token in row.generated[have - count :]:
             if text.reason is not None:
                 raise Violation("stream", f"{attempt.ask.name}: token {text.count} after its end ({text.reason})")
             at = text.count
@@ -317,6 +417,7 @@ class Requester:
             answers.between_tokens_s.add((now - attempt.last_at) / count)
         attempt.last_at = now
         answers.num_tokens += count
+        self._texts.add(attempt)
 
     def _find(self, row: Row) -> Try | None:
         """Whose news it is; None for a client that left. An answered request can have none."""
@@ -329,6 +430,7 @@ class Requester:
         attempt = self._find(row)
         if attempt is None:
             return
+        self._texts.remove(attempt)
         if attempt.text.reason != fact.reason:
             raise Violation(
                 "stream", f"{attempt.ask.name}: ends with {fact.reason}, wanted {attempt.text.reason or 'more tokens'}"
@@ -342,6 +444,7 @@ class Requester:
         failures[fact.code] = failures.get(fact.code, 0) + 1
         if attempt is None:
             return
+        self._texts.remove(attempt)
         if not fact.definite:
             raise Violation("answers", f"{attempt.ask.name}: an indefinite failure: {fact.message}")
         if attempt.cancel_asked:

@@ -11,31 +11,49 @@ from __future__ import annotations
 import dataclasses
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import trio
 
 from engine.actors.head import HeadPorts, run_head
 from engine.actors.rank import run_rank
-from engine.config import ClusterConfig, Limits, PoolConfig
-from engine.errors import ConfigError, EngineError
+from engine.config import ClusterConfig, ExpertsConfig, Limits, PoolConfig
+from engine.core.planning import PlannedMoves, PlanRequest, plan_moves
+from engine.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
 from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
 from engine.sim.costs import FlatCosts
 from engine.sim.device import Costs, SimDevice, StepGroup
+from engine.sim.gating import ExpertShape
+from engine.sim.groups import Groups
 from engine.sim.handoffs import Handoff, KeepingFabric
 from engine.sim.seeded import EventClock
-from engine.sim.trace import Trace
+from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
 from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
 from transport.fabric import Fabric
 from transport.memory_fabric import MemoryFabric, MemoryWorld
-from transport.messages import DECODE_FROM_PREFILL, PREFILL_FROM_DECODE, PeerHello, PeerWelcome, Shutdown, StatusReport
+from transport.messages import (
+    DECODE_FROM_PREFILL,
+    PREFILL_FROM_DECODE,
+    ExpertsReport,
+    PeerHello,
+    PeerWelcome,
+    Rebalance,
+    RebalanceAnswer,
+    Refused,
+    Shutdown,
+    StatusReport,
+)
 from transport.wire import FrameReader
 
+PLAN_S = 0.2
+"""A planner's process, from its start to its answer."""
 WATCH_S = 0.25
 """Between two looks at bounds and heartbeats."""
+CHECKSUM_BYTES_PER_S = 4e9
+"""What CRC-32 does on one core."""
 SILENT_PERIODS = 3
 """Snapshots that may be late before a rank counts as silent; the head link's own writer has to run in between."""
 
@@ -45,12 +63,17 @@ class WorldShape:
     """What the cluster is made of.
 
     Attributes:
-        prefill_group, decode_group: so many ranks step together, as those of an expert exchange do.
+        prefill_group, decode_group: so many ranks step together, as those of an expert exchange do. With `experts` they
+            are groups as the head knows them; without, only their devices' times are tied.
+        experts: of the groups.
         prefill_costs, decode_costs: virtual seconds of a step.
         link_latency_s, link_bytes_per_s: of control streams.
+        link_tick_s: what arrives on them is heard of at multiples of it, as where a network card gathers its
+            interrupts or a busy process looks at all its sockets in turn; 0 is at once.
         fabric_latency_s, fabric_bytes_per_s: of pushes; bytes are those of real pages, see `page_bytes`.
         page_bytes: what a page would be on a real device; on the wire a simulated page counts as so many.
         handoff: how KV gets to the decode rank, see `handoffs`.
+        checksums: pushes tell theirs, and decode ranks read them back.
         start_s: from spawn to a loaded device, at most. exit_s: from a kill to the end of the process, at most.
         is_thorough: all memory is looked at in every step; for small worlds.
     """
@@ -70,21 +93,28 @@ class WorldShape:
     decode_costs: Costs = dataclasses.field(default_factory=FlatCosts)
     link_latency_s: float = 50e-6
     link_bytes_per_s: float = 1e9
+    link_tick_s: float = 0.0
     fabric_latency_s: float = 20e-6
     fabric_bytes_per_s: float = 50e9
     page_bytes: int = 65_536
     handoff: Handoff = "chunks"
+    checksums: bool = False
     start_s: float = 0.2
     exit_s: float = 0.01
     is_thorough: bool = True
+    experts: ExpertShape | None = None
 
     def cluster_config(self) -> ClusterConfig:
         """As the head is given it."""
+        has_experts = self.experts is not None
+        experts = ExpertsConfig() if self.experts is None else self.experts.config()
         return ClusterConfig(
             cluster="simulated",
             model="sim",
-            prefill=PoolConfig(tuple(range(self.prefill))),
-            decode=PoolConfig(tuple(range(self.prefill, self.prefill + self.decode))),
+            prefill=PoolConfig(tuple(range(self.prefill)), self.prefill_group if has_experts else 1),
+            decode=PoolConfig(
+                tuple(range(self.prefill, self.prefill + self.decode)), self.decode_group if has_experts else 1
+            ),
             device="cpu",
             fabric="auto",
             page_tokens=self.page_tokens,
@@ -99,6 +129,9 @@ class WorldShape:
             log_level="error",
             vocab_size=self.vocab_size,
             limits=self.limits,
+            checksum_pushes=self.checksums,
+            experts_main=experts,
+            experts_draft=experts,
         )
 
 
@@ -145,6 +178,7 @@ class SimProcess:
     def kill(self) -> None:
         """SIGKILL: between two instructions it is gone; that is certain a moment later."""
         if self._status is None:
+            self._world.check_kill(self.life)
             self._end(-9, ())
             self.scope.cancel()
 
@@ -164,7 +198,9 @@ class SimProcess:
 
     def _confirm(self) -> None:
         self._world.auditor.died(self.life)
-        self._world._steps += self.device.num_steps if self.device is not None else 0
+        if self.device is not None:
+            self._world._steps += self.device.num_steps
+            self._world._busy_s[self.life.rank] += self.device.busy_s
         self._world.forget_pairs(self.life)
         self._world.processes.pop(self.life.rank, None)
         self._dead.set()
@@ -207,6 +243,7 @@ class SimProcess:
                     status, why = 2, str(group.exceptions[0])
                 except* EngineError as group:
                     status, why = 1, str(group.exceptions[0])
+                    world.check_end(life, group)
         world.listeners.pop(self.address, None)
         if self._status is None:
             self._end(status, (why,))
@@ -239,7 +276,9 @@ class World:
         processes: rank to its present process, from its spawn until its death is certain.
     """
 
-    def __init__(self, clock: EventClock, shape: WorldShape, rng: random.Random, trace: Trace) -> None:
+    def __init__(
+        self, clock: EventClock, shape: WorldShape, rng: random.Random, trace: Trace, extra_seed: int = 0
+    ) -> None:
         self.clock, self.shape, self.rng, self.trace = clock, shape, rng, trace
         self.config = shape.cluster_config()
         limits = shape.limits
@@ -255,21 +294,36 @@ class World:
             random.Random(rng.random()),
             latency_s=shape.fabric_latency_s,
             bytes_per_s=shape.fabric_bytes_per_s * scale,
+            extra_rng=random.Random(f"extra pushes {extra_seed}"),
         )
         self.memory.on_landing = self._landing
+        self.groups: Groups | None = None
+        if shape.experts is not None:
+            self.groups = Groups(
+                clock, shape.experts, self.config, shape.fabric_bytes_per_s * scale, self.is_disturbed, extra_seed
+            )
+            self.memory.weigh = self.groups.weigh
+        self.disturbed_until: dict[int, float] = {}
+        """Rank to the end of the last fault that touched it."""
         self.processes: dict[int, SimProcess] = {}
         self.listeners: dict[str, CableListener] = {}
         self.report: Callable[[], StatusReport] | None = None
         self.shutdown: Callable[[Shutdown], int] | None = None
+        self.experts: Callable[[], ExpertsReport] | None = None
+        self.act: Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]] | None = None
         self.num_lives = 0
         self.num_kills = 0
         self.is_over = trio.Event()
+        self.is_calm = False
+        """Nothing goes wrong in this run, so nobody has a reason to end a rank of a group."""
         self.drained = False
         """Somebody asked the head to stop."""
         self._steps = 0
+        self._busy_s = dict.fromkeys(self.config.roles, 0.0)
         self._names: dict[str, Life] = {}
         self._pairs: dict[str, tuple[Life, Life, FrameReader]] = {}
         self._num_cables = 0
+        self._sums: dict[str, StreamSum] = {}
         self._requests = CableListener()
         self._send_signal, self._signals = trio.open_memory_channel[int](16)
         self._nursery: trio.Nursery | None = None
@@ -287,6 +341,7 @@ class World:
                 admin=cast(Any, CableListener()),
                 serve_operators=self._serve_operators,
                 spawn=self.spawn,
+                plan=self._plan,
                 signals=cast("AsyncIterator[int]", self._signals),
                 parent_gone=None,
                 pid=1,
@@ -313,16 +368,38 @@ class World:
         self._nursery.start_soon(process.live)
         return process
 
+    async def _plan(self, request: PlanRequest) -> PlannedMoves:
+        """As the planner's process does it, in virtual time."""
+        await self.clock.sleep_until(self.clock.now + PLAN_S)
+        try:
+            return plan_moves(request)
+        except ValueError as error:
+            raise EngineError(f"the planner says: {error}") from None
+
     async def _serve_operators(
-        self, listener: object, report: Callable[[], StatusReport], shutdown: Callable[[Shutdown], int] | None
+        self,
+        listener: object,
+        report: Callable[[], StatusReport],
+        experts: Callable[[], ExpertsReport],
+        shutdown: Callable[[Shutdown], int] | None,
+        act: Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]] | None,
     ) -> None:
-        self.report = report
+        self.report, self.experts = report, experts
+        self.act = act or self.act
         self.shutdown = shutdown or self.shutdown
         await trio.sleep_forever()
 
     def count_steps(self) -> int:
         """Device steps of all lives."""
         return self._steps + sum(p.device.num_steps for p in self.processes.values() if p.device is not None)
+
+    def measure_busy(self) -> dict[int, float]:
+        """Rank to virtual seconds of device time, over all its lives."""
+        busy_s = dict(self._busy_s)
+        for rank, process in self.processes.items():
+            if process.device is not None:
+                busy_s[rank] += process.device.busy_s
+        return busy_s
 
     def signal(self, number: int = 15) -> None:
         """Asks the head to stop, as a terminal would."""
@@ -351,10 +428,31 @@ class World:
                         "heartbeat", f"{process.life.name} says nothing for {now - silent_since:.3f} s at {now:.3f} s"
                     )
 
+    # ------------------------------------------------------------ what a fault explains
+
+    def is_disturbed(self, rank: int, since_s: float) -> bool:
+        """A fault has touched this rank within the last `since_s`."""
+        return self.disturbed_until.get(rank, -since_s) + since_s >= self.clock.now
+
+    def disturb(self, rank: int, until: float) -> None:
+        """A fault touches this rank until then."""
+        self.disturbed_until[rank] = max(self.disturbed_until.get(rank, 0.0), until)
+
+    def check_kill(self, life: Life) -> None:
+        """A rank is about to be killed."""
+        if self.is_calm and not self.drained:
+            raise Violation("protocol", f"{life.name} is ended, and nothing goes wrong in this run")
+
+    def check_end(self, life: Life, error: BaseExceptionGroup[EngineError]) -> None:
+        """A rank ended by itself, with an error. In a group nothing that others say may lead to that."""
+        wrong = error.subgroup((LocalProtocolError, RemoteProtocolError))
+        if self.groups is not None and wrong is not None:
+            raise Violation("protocol", f"{life.name} ends: {_first_leaf(wrong)}")
+
     # ------------------------------------------------------------ wires, memory, devices
 
     def new_speed(self) -> WireSpeed:
-        return WireSpeed(self.shape.link_latency_s, self.shape.link_bytes_per_s)
+        return WireSpeed(self.shape.link_latency_s, self.shape.link_bytes_per_s, self.shape.link_tick_s)
 
     def cable(self, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed]) -> tuple[CableEnd, CableEnd]:
         self._num_cables += 1
@@ -379,7 +477,10 @@ class World:
     def _tap(self, name: str, data: bytes) -> None:
         pair = self._pairs.get(name)
         if pair is None:
-            self.trace.add(self.clock.now, "frame", name, zlib.crc32(data))
+            checksum = zlib.crc32(data)
+            if self.groups is not None and "head#" in name:
+                checksum = self._sums.setdefault(name, StreamSum()).feed(data)
+            self.trace.add(self.clock.now, "frame", name, checksum)
             return
         sender, receiver, reader = pair
         reader.feed(data)
@@ -392,6 +493,9 @@ class World:
 
     def _landing(self, writer: str, target: str, blocks: Any) -> None:
         self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))
+        transfer = self.memory.landing
+        if self.groups is not None and transfer is not None and self.groups.landing(writer, target, transfer):
+            return
         self.auditor.landing(self._names[writer.split("#")[0]], self._names[target.split("#")[0]], list(blocks))
 
     def make_fabric(self, life: Life, fabric: MemoryFabric) -> Fabric:
@@ -404,7 +508,7 @@ class World:
     def _find_group(self, life: Life) -> StepGroup | None:
         shape = self.shape
         first, size = (shape.prefill, shape.decode_group) if life.role == "decode" else (0, shape.prefill_group)
-        if size == 1:
+        if size == 1 or self.groups is not None:
             return None
         key = (life.role, (life.rank - first) // size)
         if key not in self._groups:
@@ -413,7 +517,7 @@ class World:
 
     def make_device(self, life: Life) -> SimDevice:
         shape = self.shape
-        return SimDevice(
+        device = SimDevice(
             num_pages=shape.num_pages,
             num_slabs=shape.num_slabs,
             page_tokens=shape.page_tokens,
@@ -425,4 +529,12 @@ class World:
             group=self._find_group(life),
             reads_all=shape.is_thorough,
             name=life.name,
+            checksum_s=shape.page_bytes / CHECKSUM_BYTES_PER_S,
         )
+        if self.groups is not None:
+            self.groups.seat(life, device)
+        return device
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    return _first_leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -125,7 +125,9 @@ class Rack:
         limits: Limits = LIMITS,
         make_device: Callable[[int], Any] | None = None,
         eos_share: float = 0.0,
+        checksums: bool = False,
     ) -> None:
+        self.checksums = checksums
         self.nursery, self.rng, self.limits = nursery, rng, limits
         self.world = MemoryWorld(random.Random(rng.random()))
         self.eos_share = eos_share
@@ -230,6 +232,7 @@ class Rack:
             replay_rows=0,
             config_digest="x",
             limits=self.limits,
+            checksum_pushes=self.checksums,
         )
 
     async def kill(self, rank: Rank) -> None:

@@ -11,7 +11,7 @@ from engine.core.telemetry import Gauges, Meters
 from transport.messages import Drain, RankSnapshot
 from transport.stream import FrameStream
 
-GAUGES = Gauges(1, 2, 3, 4, 5, 6, 18, 7, 8, 9, 10, 11, 12)
+GAUGES = Gauges(1, 2, 3, 4, 5, 6, 18, 7, 8, 9, 10, 11, 12, 13)
 FRAME = HeadFrame(Drain(), memoryview(b""))
 
 

@@ -10,8 +10,10 @@ import pytest
 import trio
 import trio.testing
 
+from engine.actors.balancer import BalanceLimits, Balancer
 from engine.actors.router import Router
 from engine.actors.supervisor import EXIT_S, Supervisor, SupervisorLimits
+from engine.config import ExpertsConfig
 from engine.errors import ConfigError, EngineError, RankLost
 from tests.actors.head_rig import make_limits
 from transport.messages import (
@@ -107,14 +109,19 @@ class MemoryRank:
 
 
 class World:
-    def __init__(self, nursery: trio.Nursery, roles: dict, limits: SupervisorLimits = LIMITS) -> None:
+    def __init__(
+        self, nursery: trio.Nursery, roles: dict, limits: SupervisorLimits = LIMITS, pools: dict | None = None
+    ) -> None:
         self.nursery, self.roles = nursery, roles
         self.processes: list[MemoryRank] = []
         self.kill_takes_s = 0.0
         self.heeds_the_end = True
         self.on_spawn = lambda process: None
         self.router = Router(make_limits())
-        self.supervisor = Supervisor(roles, self.spawn, self.router, limits, "digest")
+        # Its planner is never asked: nobody counts loads here.
+        experts = (ExpertsConfig(), ExpertsConfig())
+        self.balancer = Balancer(pools or {}, experts, trio.sleep_forever, BalanceLimits(60, 60))  # type: ignore[arg-type]
+        self.supervisor = Supervisor(roles, self.spawn, self.router, limits, "digest", self.balancer)
 
     def spawn(self, rank: int, generation: int) -> MemoryRank:
         process = MemoryRank(self, rank, generation)

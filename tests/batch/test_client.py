@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,8 +43,9 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
-    def tokens_came(self, row: Row, count: int) -> None:
-        self.events.append(("tokens", row.request, row.generated[-count:].tolist()))
+    def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        for row, count in zip(rows, counts, strict=True):
+            self.events.append(("tokens", row.request, row.generated[-count:].tolist()))
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:
         self.events.append(("finished", row.request, fact.reason))

@@ -70,7 +70,7 @@ async def test_waiting_ends_with_the_last_answer_or_the_first_failure(autojump_c
         for step in range(4):
             await trio.sleep(1)
             rows[step % 2].last_token_at = trio.current_time()
-            arrivals.tokens_came(rows[step % 2], 1)
+            arrivals.tokens_came([rows[step % 2]], [1])
     start = rows[0].last_token_at - 2
     assert ended == [start + 3]
     assert arrivals.times == {"a": [start, start + 2], "b": [start + 1, start + 3]}

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ClusterConfig, Limits, RankConfig, config_from_json, parse_ranks
+from engine.config import (
+    ClusterConfig,
+    ExpertsConfig,
+    Limits,
+    RankConfig,
+    config_from_json,
+    config_view,
+    parse_ranks,
+)
 from engine.errors import ConfigError
 from engine.keys import KEYS, VARIABLE_TO_NAME, config_schema, parse_duration, parse_size
 from engine.settings import ConfigProblems, Resolved, default_runtime_directory, resolve_config, runtime_directory
@@ -84,9 +92,21 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("[limits]\nclients = 0", ":2: limits.clients: 0 is out of range; the least is 1"),
         ("[limits]\nclients = true", ":2: limits.clients: True is not a whole number"),
         ("[limits]\nquarantined_pages = 2", ":2: limits.quarantined_pages: 2 is not a share"),
+        ("checksum_pushes = 1", ":1: checksum_pushes: 1 is neither true nor false"),
         ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
         ("device = 'cuda'", ":1: device: 'cuda' is not there yet; this version runs on 'cpu', or on 'sim' in pretence"),
-        ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: 2 is not there yet"),
+        ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: a pool of 1 does not divide into groups of 2; give"),
+        ("[pools.prefill]\nranks=5\ngroup=2", "does not divide into groups of 2; give it 4 or 6 ranks"),
+        ("[pools.decode]\nranks=2000\ngroup=2000", ":3: pools.decode.group: 2000 ranks are more than a group may have"),
+        ("[pools.decode]\ngroup = 0", ":2: pools.decode.group: 0 is out of range; the least is 1"),
+        ("replay_rows=8\n[pools.decode]\nranks=2\ngroup=2", ":1: replay_rows: 8 rows would run through fewer layers"),
+        ("limits.exchange_s=5\n[pools.decode]\nranks=2\ngroup=2", ":1: limits.exchange_s: must be above"),
+        ("[experts.main]\nmode='autoo'", ":2: experts.main.mode: 'autoo' is not one of off, manual, auto"),
+        ("[experts.main]\nmin_gain='200us/step'", ":2: experts.main.min_gain: '200us/step' is not a duration"),
+        ("[experts.draft]\nspare = 3", ":2: unknown key 'experts.draft.spare'; did you mean 'experts.draft"),
+        ("[experts]\nmode = 'off'", ":2: unknown key 'experts.mode'"),
+        ("[experts.main]\nhorizon_steps = 0", ":2: experts.main.horizon_steps: 0 is out of range"),
+        ("[experts.main]\nlink_rate = 'fast'", ":2: experts.main.link_rate: 'fast' is not a size"),
         ("[pools]\ndecode.ranks='0-1'\nprefill.ranks='1-1'", ":2: pools.decode.ranks: rank 1 is in pools.prefill too"),
         ("[pools.decode]\nranks = '3-3'", ":2: pools.decode.ranks: the ranks of both pools must be 0, 1, 2"),
         ("[pools.decode]\nranks = 'all'", ":2: pools.decode.ranks: 'all' is not a list of ranks"),
@@ -99,6 +119,42 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
 )  # fmt: skip
 def test_a_problem_names_its_place_and_what_to_write(tmp_path, text, says):
     assert any(says in problem for problem in problems_of(write(tmp_path, text))), problems_of(write(tmp_path, text))
+
+
+def test_groups_and_their_experts(tmp_path):
+    file = write(
+        tmp_path,
+        "[pools.decode]\nranks = '1-4'\ngroup = 2\n"
+        "[experts.main]\nmode = 'auto'\nmin_gain = '200us'\ninterval = '10s'\nlink_rate = '2GiB'\nloads = '500ms'\n"
+        "[experts.draft]\nspare_slots = 0\nmax_bytes_per_step = '8MiB'\nhorizon_steps = 500\n",
+    )
+    config = resolve(file).config
+    assert config.decode.groups == ((1, 2), (3, 4)) and config.prefill.groups == ((0,),)
+    assert config.experts_main == ExpertsConfig(
+        mode="auto", min_gain_us=200.0, interval_s=10.0, link_bytes_per_s=2 << 30, loads_s=0.5
+    )
+    assert config.experts_draft == ExpertsConfig(spare_slots=0, max_bytes_per_step=8 << 20, horizon_steps=500)
+    assert config.rank_config(3).group == 2 and config.rank_config(0).group == 1
+
+
+def test_what_is_shown_of_experts_has_the_names_that_people_write():
+    resolved = resolve(sets=("experts.main.min_gain=200us",))
+    view = config_view(resolved.config)
+    shown = {name: value for name, value in view.items() if name.startswith("experts.")}
+    assert set(shown) == {key.name for key in KEYS if key.name.startswith("experts.")}
+    assert shown["experts.main.min_gain"] == pytest.approx(200e-6) and shown["experts.draft.interval"] == 30.0
+    assert resolved.origins["experts.main.min_gain"] == "--set experts.main.min_gain"
+
+
+def test_the_defaults_of_keys_are_those_of_the_configuration():
+    config = resolve().config
+    assert config.experts_main == config.experts_draft == ExpertsConfig()
+
+
+def test_problems_of_groups_come_at_once(tmp_path):
+    file = write(tmp_path, "replay_rows = 8\n[pools.prefill]\ngroup = 3\n[experts.main]\nmode = 'on'\nloads = 'x'\n")
+    problems = problems_of(file, sets=("pools.decode.group=2", "limits.exchange_s=1"))
+    assert len(problems) == 6, problems
 
 
 def test_all_problems_come_at_once_from_all_sources(tmp_path):
@@ -212,3 +268,14 @@ def test_the_runtime_directory_follows_the_usual_precedence(tmp_path):
     assert runtime_directory(None, str(file), {"ENGINE_DIR": "/tmp/from-variable"}) == "/tmp/from-variable"
     assert runtime_directory("/tmp/from-flag", str(file), {"ENGINE_DIR": "/tmp/x"}) == "/tmp/from-flag"
     assert VARIABLE_TO_NAME["ENGINE_DIR"] == VARIABLE_TO_NAME["ENGINE_ADMIN__DIR"] == "admin.dir"
+
+
+@pytest.mark.parametrize("sets", [["checksum_pushes=true"], ["checksum_pushes=false"], []])
+def test_a_flag_is_true_or_false_in_any_place(sets: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text("checksum_pushes = true\n")
+    wanted = sets != ["checksum_pushes=false"]
+    assert resolve_config(path, flags={}, sets=sets, environ={}).config.checksum_pushes is wanted
+    assert not resolve_config(None, flags={}, sets=[], environ={}).config.checksum_pushes
+    environ = {"ENGINE_CHECKSUM_PUSHES": "true"}
+    assert resolve_config(None, flags={}, sets=[], environ=environ).config.rank_config(0).checksum_pushes

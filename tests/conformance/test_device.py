@@ -6,6 +6,7 @@ and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from engine.model.device import open_torch_device
 from engine.ports import Device
 from engine.sim.device import SimDevice
 from tests.model.paged_cases import write_checkpoint
+from transport.blocks import view_memory
 from transport.messages import Sampling
 
 Opened = Callable[[], AbstractAsyncContextManager[Device]]
@@ -236,3 +238,30 @@ async def test_closing_finishes_what_is_queued(opened: Opened) -> None:
             assert [(await device.wait(ticket)).step for ticket in tickets] == [1, 2]
         with pytest.raises(DeviceError, match="closed"):
             device.submit(prefill(3))
+
+
+async def test_a_checksum_is_that_of_the_bytes_in_order(opened: Opened) -> None:
+    async with opened() as device:
+        await device.wait(device.submit(prefill(1)))
+        pages, slabs = device.block_runs()
+
+        def read(run, block: int) -> memoryview:
+            return view_memory(run.address + block * run.block_bytes, run.block_bytes)
+
+        wanted = zlib.crc32(read(pages, 9), zlib.crc32(read(pages, 4), zlib.crc32(read(pages, 3))))
+        with_slab = zlib.crc32(read(slabs, 0), wanted)
+        one, other, whole = await device.checksums([((3, 4, 9), -1), ((3, 9, 4), -1), ((3, 4, 9), 0)])
+        assert (one, whole) == (wanted, with_slab) and other != wanted
+        read(slabs, 0)[1] ^= 1
+        again, changed = await device.checksums([((3, 4, 9), -1), ((3, 4, 9), 0)])
+        assert again == wanted and changed != with_slab
+
+
+async def test_a_checksum_is_computed_while_steps_are_queued(opened: Opened) -> None:
+    async with opened() as device:
+        await device.wait(device.submit(prefill(1)))
+        before = await device.checksums([((3,), -1)])
+        tickets = [device.submit(prefill(2, 1, pages=(10, 11, 12, 13))), device.submit(decode(3, 20, None))]
+        assert await device.checksums([((3,), -1)]) == before
+        for ticket in tickets:
+            await device.wait(ticket)

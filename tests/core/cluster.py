@@ -11,11 +11,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import zlib
 from array import array
 from collections.abc import Callable
 
 from engine.core.decode import DecodeSide
-from engine.core.effects import DropLink, StartPush, ToHead, ToPeer
+from engine.core.effects import DropLink, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
 from engine.core.handoff import DecodePhase
 from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
@@ -43,6 +44,11 @@ PAGE_TOKENS, EOS = 4, 1
 NOTHING = memoryview(b"")
 
 
+def sum_blocks(pages: tuple[int, ...], slab: int) -> int:
+    """Stands for the checksum of what was written there: it tells whether the same blocks were named."""
+    return zlib.crc32(repr((pages, slab)).encode())
+
+
 def token_at(request: int, position: int) -> int:
     return random.Random(request * 1_000_003 + position).randrange(1, 30)
 
@@ -55,6 +61,7 @@ class Node:
     generation: int
     side: PrefillSide | DecodeSide
     steps: collections.deque[StepPlan] = dataclasses.field(default_factory=collections.deque)
+    readings: collections.deque[ReadBack] = dataclasses.field(default_factory=collections.deque)
     is_dead: bool = False
     inbox: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
 
@@ -105,9 +112,12 @@ class Client:
 
 
 class Cluster:
-    """`faults` False: a world in which nothing fails, for liveness at the end."""
+    """`faults` False: a world in which nothing fails, for liveness at the end. `checksums`: pushes have them."""
 
-    def __init__(self, seed: int, *, num_pages: int, num_slabs: int, num_prefill: int, num_decode: int) -> None:
+    def __init__(
+        self, seed: int, *, num_pages: int, num_slabs: int, num_prefill: int, num_decode: int, checksums: bool = False
+    ) -> None:
+        self.checksums = checksums
         self.rng = random.Random(seed)
         self.now_us = 0
         self.num_pages, self.num_slabs = num_pages, num_slabs
@@ -137,6 +147,7 @@ class Cluster:
             cap_us=10**15,  # this cluster kills writers itself
             room_us=10**15,
             step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS}), prompts=3),
+            checksums=self.checksums,
         )
         kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
         return Node(rank, generation, kind(sizes))
@@ -196,6 +207,10 @@ class Cluster:
                             (pair.to_decode if at_prefill else pair.to_prefill).append((message, blob))
                 case StartPush():
                     self._start_push(node, effect)
+                case ReadBack():
+                    node.readings.append(effect)
+                case TellCorrupt():
+                    self.seen["corrupt"] += 1
                 case DropLink(link, _):
                     for pair in [pair for pair in self.pairs if pair.number == link]:
                         self._lose(pair, at_prefill=pair.prefill is node)
@@ -242,7 +257,10 @@ class Cluster:
         if how == "done":
             if not write.landed:
                 self._land(write)
-            node.side.on_push_done(write.push.key, write.push.first, write.push.count, 64, 1, self.now_us)
+            push = write.push
+            told = sum_blocks(push.remote_pages, -1 if push.slabs is None else push.slabs[1])
+            checksum = told if self.checksums else None
+            node.side.on_push_done(push.key, push.first, push.count, 64, 1, self.now_us, checksum)
         else:
             self.seen["failed push"] += 1
             node.side.on_push_failed(write.push.key, "failed", "failed")
@@ -360,6 +378,8 @@ class Cluster:
                 choices.append((3, lambda node=node: self._hear_head(node)))
             if len(node.steps) < 2 and (node.side.schedule.prompts or _can_plan(node.side)):
                 choices.append((3, lambda node=node: self._plan(node)))
+            if node.readings:
+                choices.append((1, lambda node=node: self._read_back(node)))
             if node.steps:
                 choices.append((3, lambda node=node: self._finish_step(node)))
         for pair in self.pairs:
@@ -410,6 +430,19 @@ class Cluster:
         plan = node.side.plan(self.now_us)
         if plan is not None:
             node.steps.append(plan)
+        self._collect(node)
+
+    def _read_back(self, node: Node) -> None:
+        reading = node.readings.popleft()
+        assert isinstance(node.side, DecodeSide)
+        for pages, slab in reading.stretches:
+            kept = {node.side.arena.pages.state_of(page) for page in pages} <= {PageState.OWNED, PageState.IN_FLIGHT}
+            assert kept and (slab < 0 or node.side.arena.slabs.state_of(slab) is not PageState.FREE)
+        found = [sum_blocks(*stretch) for stretch in reading.stretches]
+        if self.faults and self.rng.random() < 0.1:
+            found[self.rng.randrange(len(found))] ^= 1 << self.rng.randrange(32)
+        self.seen["read back"] += 1
+        node.side.on_pages_read(reading.key, tuple(found))
         self._collect(node)
 
     def _finish_step(self, node: Node) -> None:
@@ -464,7 +497,7 @@ class Cluster:
 
 
 def _can_plan(side: PrefillSide | DecodeSide) -> bool:
-    return any(sequence.planned < sequence.limit for sequence in side.schedule.running.values())
+    return side.schedule.running.can_plan
 
 
 def expect(client: Client) -> tuple[list[int], str]:

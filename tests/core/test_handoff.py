@@ -7,38 +7,44 @@ import pytest
 from engine.core.handoff import (
     DECODE,
     PREFILL,
-    REMOTE_EVENTS,
     Action,
     DecodeEvent,
     DecodePhase,
     PrefillEvent,
     PrefillPhase,
-    advance,
     diagram,
 )
+from engine.core.tables import Table
 from engine.errors import LocalProtocolError, RemoteProtocolError
+
+REMOTE = {
+    *(PrefillEvent.START, PrefillEvent.GRANT, PrefillEvent.REVOKE),
+    *(DecodeEvent.RESERVE, DecodeEvent.PUSHED, DecodeEvent.COMMIT, DecodeEvent.COMMIT_UNREAD),
+    *(DecodeEvent.BAD_COMMIT, DecodeEvent.EPOCH_ENDED),
+}
+"""What a message of another process causes directly."""
 
 
 @pytest.mark.parametrize("phase", PrefillPhase)
 @pytest.mark.parametrize("event", PrefillEvent)
 def test_every_prefill_pair_moves_or_raises(phase: PrefillPhase, event: PrefillEvent) -> None:
     if (phase, event) in PREFILL:
-        assert advance(PREFILL, phase, event, "request 1") == PREFILL[(phase, event)]
+        assert PREFILL.follow(phase, event, "request 1") == PREFILL[(phase, event)]
     else:
-        kind = RemoteProtocolError if event in REMOTE_EVENTS else LocalProtocolError
+        kind = RemoteProtocolError if event in REMOTE else LocalProtocolError
         with pytest.raises(kind, match="request 1"):
-            advance(PREFILL, phase, event, "request 1")
+            PREFILL.follow(phase, event, "request 1")
 
 
 @pytest.mark.parametrize("phase", DecodePhase)
 @pytest.mark.parametrize("event", DecodeEvent)
 def test_every_decode_pair_moves_or_raises(phase: DecodePhase, event: DecodeEvent) -> None:
     if (phase, event) in DECODE:
-        assert advance(DECODE, phase, event, "request 1") == DECODE[(phase, event)]
+        assert DECODE.follow(phase, event, "request 1") == DECODE[(phase, event)]
     else:
-        kind = RemoteProtocolError if event in REMOTE_EVENTS else LocalProtocolError
+        kind = RemoteProtocolError if event in REMOTE else LocalProtocolError
         with pytest.raises(kind, match="request 1"):
-            advance(DECODE, phase, event, "request 1")
+            DECODE.follow(phase, event, "request 1")
 
 
 def test_quarantine_is_left_on_the_end_of_the_epoch_or_the_death_of_the_writer_only() -> None:
@@ -65,7 +71,7 @@ def test_an_epoch_is_never_ended_by_word_while_memory_is_in_use_or_after_a_faile
 
 
 @pytest.mark.parametrize("table", [PREFILL, DECODE])
-def test_an_abort_is_acknowledged_in_every_state(table: dict) -> None:
+def test_an_abort_is_acknowledged_in_every_state(table: Table) -> None:
     abort = PrefillEvent.ABORT if table is PREFILL else DecodeEvent.ABORT
     phases = {phase for phase, _ in table}
     new = {PrefillPhase.NEW, DecodePhase.NEW}
@@ -74,7 +80,7 @@ def test_an_abort_is_acknowledged_in_every_state(table: dict) -> None:
 
 
 @pytest.mark.parametrize("table", [PREFILL, DECODE])
-def test_every_state_is_reached_and_can_be_left(table: dict) -> None:
+def test_every_state_is_reached_and_can_be_left(table: Table) -> None:
     reached = {to.phase for to in table.values()}
     left = {phase for (phase, _), to in table.items() if to.phase is not phase}
     names = {phase.value for phase in reached | left}

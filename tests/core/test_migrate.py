@@ -1,17 +1,17 @@
-"""The switch of epochs: its tables, its sequence over stages, and a group of ranks that does anything at any time."""
+"""The switch of epochs: its tables, and its sequence over stages. Whole groups are in test_experts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from engine.core.epochs import RANK, REMOTE_EVENTS, STAGE, Action, RankEvent, RankPhase, StageEvent, StagePhase, advance
+from engine.core.epochs import RANK, STAGE, Action, RankEvent, RankPhase, StageEvent, StagePhase
 from engine.core.epochs import diagram as draw
 from engine.core.migrate import Migration, Outcome
 from engine.core.moves import order_moves
 from engine.core.placement import EMPTY, Placement
+from engine.core.tables import Table
 from engine.errors import LocalProtocolError, RemoteProtocolError
-from tests.core.pact import Group
 
 # ---------------------------------------------------------------- tables
 
@@ -28,17 +28,21 @@ def test_every_rank_pair_moves_or_raises(phase: RankPhase, event: RankEvent) -> 
     _check_pair(RANK, phase, event)
 
 
-def _check_pair(table: dict, phase: object, event: object) -> None:
+REMOTE = {StageEvent.FLIPPED, RankEvent.PREPARE, RankEvent.WITHDRAW, RankEvent.ADOPT, RankEvent.BURN}
+"""What a message of another process causes directly."""
+
+
+def _check_pair(table: Table, phase: object, event: object) -> None:
     if (phase, event) in table:
-        assert advance(table, phase, event, "epoch 7") == table[(phase, event)]
+        assert table.follow(phase, event, "epoch 7") == table[(phase, event)]
     else:
-        kind = RemoteProtocolError if event in REMOTE_EVENTS else LocalProtocolError
+        kind = RemoteProtocolError if event in REMOTE else LocalProtocolError
         with pytest.raises(kind, match="epoch 7"):
-            advance(table, phase, event, "epoch 7")
+            table.follow(phase, event, "epoch 7")
 
 
 @pytest.mark.parametrize("table", [STAGE, RANK])
-def test_every_state_is_reached_and_all_but_the_ends_are_left(table: dict) -> None:
+def test_every_state_is_reached_and_all_but_the_ends_are_left(table: Table) -> None:
     kind = type(next(iter(table))[0])
     reached = {to.phase for to in table.values()}
     left = {phase for (phase, _), to in table.items() if to.phase is not phase}
@@ -183,82 +187,3 @@ def test_stages_must_follow_from_each_other() -> None:
         Migration((second, first), {0: 1, 1: 1}, 1)
     with pytest.raises(ValueError, match="3 ranks"):
         Migration((first, second), {0: 1, 1: 1, 2: 1}, 1)
-
-
-# ---------------------------------------------------------------- a whole group
-
-
-def draw_placement(chance: np.random.Generator, ranks: int, slots: int, experts: int) -> Placement:
-    table = np.full(ranks * slots, EMPTY, dtype=np.int32)
-    spare = ranks * slots - experts
-    extra = chance.integers(0, experts, int(chance.integers(0, spare)))
-    keys = np.concatenate([np.arange(experts), extra])
-    table[chance.permutation(ranks * slots)[: keys.size]] = keys
-    return Placement(1, experts, table.reshape(ranks, slots))
-
-
-def run_group(seed: int, bug: str = "", faults: bool = True) -> Group:
-    """A migration with an operator and a death at random moments, then the way back or another try."""
-    chance = np.random.default_rng(seed)
-    before, after = draw_placement(chance, 3, 4, 7), draw_placement(chance, 3, 4, 7)
-    group = Group(before, seed, bug)
-    stages = order_moves(before, after, (0, 0, 1), stage_copies=int(chance.integers(1, 6)))
-    if stages:
-        group.begin(Migration(stages, {0: 1, 1: 1, 2: 1}, 1))
-        finish(group, faults)
-        migration = group.migration
-        target = migration.previous if migration.placement != migration.previous else after
-        again = order_moves(migration.placement, target, (0, 0, 1))
-        if group.dead is None and again:
-            group.begin(Migration(again, {0: 1, 1: 1, 2: 1}, migration.next_epoch))
-            finish(group, faults=False)
-            assert group.migration.outcome is Outcome.DONE
-            assert np.array_equal(group.migration.placement.count_per_rank(), target.count_per_rank())
-    return group
-
-
-def finish(group: Group, faults: bool) -> None:
-    for _ in range(200):
-        group.act(faults)
-    group.send(group.migration.resume())
-    for _ in range(20_000):
-        if group.is_over:
-            break
-        group.act(faults=False)
-    assert group.is_over, "the migration hangs"
-
-
-def test_whatever_happens_every_step_has_one_epoch_and_its_weights() -> None:
-    ends = [run_group(seed) for seed in range(150)]
-    migrations = [group.migration for group in ends if group.migration]
-    # The runs are worth their name only if they met the hard cases.
-    assert sum(group.dead is not None for group in ends) >= 20
-    assert sum(migration.outcome is Outcome.DONE for migration in migrations) >= 50
-    assert sum(migration.outcome is Outcome.ABORTED for migration in migrations) >= 20
-    assert sum(group.overtaken_withdrawals for group in ends) >= 3
-
-
-def test_without_faults_the_moved_copies_are_those_of_the_stages() -> None:
-    for seed in range(20):
-        chance = np.random.default_rng(seed)
-        before, after = draw_placement(chance, 3, 4, 7), draw_placement(chance, 3, 4, 7)
-        stages = order_moves(before, after, (0, 0, 1))
-        if stages:
-            group = Group(before, seed)
-            group.begin(Migration(stages, {0: 1, 1: 1, 2: 1}, 1))
-            finish(group, faults=False)
-            assert group.copied == sum(len(stage.copies) for stage in stages)
-            for rank in group.ranks:
-                group.check_weights(rank, group.migration.epoch)
-
-
-@pytest.mark.parametrize(
-    "bug", ["flips one rank early", "ready after declining", "burns at the first word", "goes on at the first flip"]
-)
-def test_planted_bugs_are_caught(bug: str) -> None:
-    for seed in range(600):
-        try:
-            run_group(seed, bug)
-        except (AssertionError, RemoteProtocolError, LocalProtocolError):
-            return
-    pytest.fail(f"600 runs did not notice that a group {bug}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.core.handoff import diagram
+import pytest
+
+from engine.core import epochs, handoff
 from transport import messages, wire
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
-BEGIN = re.compile(r"<!-- diagram: .*-->\n")
+MODULES = {"handoff": handoff, "epochs": epochs}
+"""Whose tables are drawn."""
 END = "<!-- end of diagram -->"
 ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| ([^|]*) \| ([^|]*)\|", re.MULTILINE)
 ROUTE_TO_ACCEPTED = {
@@ -24,10 +27,10 @@ ROUTE_TO_ACCEPTED = {
 }
 
 
-def split_doc(text: str) -> tuple[str, str, str]:
-    """What stands before, between and after the diagram's marks."""
-    begin = BEGIN.search(text)
-    assert begin is not None, "the mark before the diagrams is gone"
+def split_doc(text: str, module: str) -> tuple[str, str, str]:
+    """What stands before, between and after the marks of a module's diagrams."""
+    begin = re.search(rf"<!-- diagram: .*engine\.core\.{module} .*-->\n", text)
+    assert begin is not None, f"the mark before the diagrams of {module} is gone"
     end = text.index(END, begin.end())
     return text[: begin.end()], text[begin.end() : end], text[end:]
 
@@ -38,9 +41,10 @@ def read_rows() -> list[tuple[int, str, set[str], bool]]:
     return [(int(kind), name, set(routes.split(", ")), bool(blob.strip())) for kind, name, routes, blob in rows]
 
 
-def test_the_diagrams_are_those_of_the_tables() -> None:
-    assert split_doc(DOC.read_text(encoding="utf-8"))[1] == diagram() + "\n", (
-        "the tables of the hand-off changed: run python tests/core/test_protocol_doc.py"
+@pytest.mark.parametrize("module", MODULES)
+def test_the_diagrams_are_those_of_the_tables(module: str) -> None:
+    assert split_doc(DOC.read_text(encoding="utf-8"), module)[1] == MODULES[module].diagram() + "\n", (
+        f"the tables of {module} changed: run python tests/core/test_protocol_doc.py"
     )
 
 
@@ -64,5 +68,6 @@ def test_blobs_are_named_where_there_are_some() -> None:
 
 
 if __name__ == "__main__":
-    before, _, after = split_doc(DOC.read_text(encoding="utf-8"))
-    DOC.write_text(f"{before}{diagram()}\n{after}", encoding="utf-8")
+    for name, drawn in MODULES.items():
+        before, _, after = split_doc(DOC.read_text(encoding="utf-8"), name)
+        DOC.write_text(f"{before}{drawn.diagram()}\n{after}", encoding="utf-8")

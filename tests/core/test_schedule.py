@@ -30,7 +30,7 @@ def make_sequence(request: int, num_ids: int, generated: int, max_tokens: int) -
     reserve = ReservePages(request, 1, 0, num_ids, generated, Sampling(max_tokens=max_tokens))
     limit = completion_limit(num_ids, generated, max_tokens, 10_000)
     sequence = Sequence((request, 1), reserve, limit, 0, request, phase=DecodePhase.RUNNING)
-    sequence.count = sequence.planned = generated + 1
+    sequence.count = generated + 1
     sequence.next_token = token_at(request, num_ids)
     return sequence
 
@@ -45,19 +45,19 @@ def test_rows_make_every_token_once_and_stop_at_the_first_end(seed: int) -> None
     got: dict[int, list[int]] = {s.key[0]: [s.next_token] for s in pending}
     ended: dict[int, str] = {}
     submitted: list[StepPlan] = []
-    while pending or state.running or submitted:
+    while pending or state.running.sequences or submitted:
         if pending and rng.random() < 0.3:
             sequence = pending.pop()
             if sequence.count >= sequence.limit:
                 ended[sequence.key[0]] = "length"
             else:
-                state.running[sequence.key] = sequence
-        before = {s.key[0]: s.steps for s in state.running.values()}
+                state.running.join(sequence)
+        before = {row.request for waiting in submitted for row in waiting.rows}
         plan = plan_step(state, limits) if len(submitted) < 2 else None
         if plan is not None:
             assert 0 < len(plan.rows) <= limits.rows
             for row in plan.rows:
-                assert (row.token is None) == (before[row.request] > 0)
+                assert (row.token is None) == (row.request in before)
                 if row.token is None:
                     # The token is still on the device, so it must be that of the step just before.
                     assert submitted[-1].step == plan.step - 1
@@ -67,13 +67,18 @@ def test_rows_make_every_token_once_and_stop_at_the_first_end(seed: int) -> None
             submitted.append(plan)
         if submitted and (plan is None or rng.random() < 0.5):
             applied = apply_result(state, run_device(submitted.pop(0)), limits)
-            for sequence, token, reason in applied.tokens:
-                got[sequence.key[0]].append(token)
-                if reason is not None:
-                    ended[sequence.key[0]] = reason
-                    sequence.phase = DecodePhase.CLOSED
-                    del state.running[sequence.key]
-            assert all(sequence.steps == 0 for sequence in applied.released)
+            rows = applied.rows
+            assert rows is not None
+            for request, index, token in zip(
+                *(c.tolist() for c in (rows.requests, rows.indices, rows.tokens)), strict=True
+            ):
+                got[request].append(token)
+                assert index == everything[request].reserve.generated + len(got[request]) - 1
+            for sequence, reason in rows.ended:
+                ended[sequence.key[0]] = reason
+                sequence.phase = DecodePhase.CLOSED
+                state.running.leave(sequence)
+            assert all(sequence.steps == 0 for sequence in rows.released)
     for sequence in everything:
         # The naive one: sample one token after the other until the first end id or the limit.
         position, wanted, reason = sequence.reserve.num_ids, [], "length"
@@ -136,7 +141,7 @@ def test_a_result_out_of_order_or_of_the_wrong_size_is_a_bug() -> None:
     limits = StepLimits(64, 8, 4, frozenset())
     state = Schedule()
     sequence = make_sequence(1, 5, 0, 9)
-    state.running[sequence.key] = sequence
+    state.running.join(sequence)
     first, second = plan_step(state, limits), plan_step(state, limits)
     assert first is not None and second is not None
     with pytest.raises(LocalProtocolError, match="not the oldest"):

@@ -11,9 +11,9 @@ from tests.core.cluster import Client, Cluster
 from transport.messages import Sampling
 
 
-def play(seed: int, *, faults: bool) -> Cluster:
+def play(seed: int, *, faults: bool, checksums: bool = False) -> Cluster:
     """Thirty requests with faults, then quiet until nothing moves."""
-    cluster = Cluster(seed, num_pages=24, num_slabs=4, num_prefill=2, num_decode=2)
+    cluster = Cluster(seed, num_pages=24, num_slabs=4, num_prefill=2, num_decode=2, checksums=checksums)
     cluster.faults = faults
     cluster.death_weight = (0.0, 0.003, 0.02)[seed % 3]
     rng = cluster.rng
@@ -53,9 +53,9 @@ def test_without_faults_everything_is_answered_exactly_and_all_memory_is_free(se
         assert not getattr(node.side, "prompts", None) and not getattr(node.side, "sequences", None)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_with_faults_no_write_hits_the_wrong_memory_and_only_burnt_epochs_keep_any(seed: int) -> None:
-    cluster = play(seed, faults=True)
+    cluster = play(seed, faults=True, checksums=seed >= 60)
     for client in cluster.clients.values():
         assert client.outcome in ("finished", "aborted")
     burnt = [prompt for node in cluster.nodes[:2] for prompt in node.side.prompts.values()]
@@ -77,3 +77,13 @@ def test_the_faults_really_happen() -> None:
     for seed in range(12):
         seen += play(seed, faults=True).seen
     assert {"death", "failed push", "rank_lost", "transfer_failed", "write into quarantine"} <= set(seen)
+
+
+def test_with_checksums_everything_is_read_back_once_and_corruption_costs_an_attempt() -> None:
+    calm = play(1, faults=False, checksums=True)
+    assert all(client.outcome in ("finished", "aborted") and client.attempt == 1 for client in calm.clients.values())
+    assert calm.seen["read back"] >= 25 and not calm.seen["corrupt"]
+    rough = play(62, faults=True, checksums=True)
+    assert rough.seen["corrupt"] and rough.seen["kv_corrupt"] <= rough.seen["corrupt"]
+    assert max(client.attempt for client in rough.clients.values()) > 1
+    assert sum(node.side.gauges().corrupt_pushes for node in rough.nodes if not node.is_dead) <= rough.seen["corrupt"]

@@ -156,7 +156,13 @@ class Duo:
 
 
 def nano_config(
-    *, role: str = "decode", page_tokens: int = 64, chunk_tokens: int = 128, num_pages: int = 240, model: str = NANO
+    *,
+    role: str = "decode",
+    page_tokens: int = 64,
+    chunk_tokens: int = 128,
+    num_pages: int = 240,
+    model: str = NANO,
+    checksums: bool = False,
 ) -> RankConfig:
     """A rank of the bundled model; sizes small enough that a test's arenas take megabytes."""
     return RankConfig(
@@ -173,6 +179,7 @@ def nano_config(
         replay_rows=0,
         config_digest="duo",
         limits=Limits(prefill_chunk_tokens=chunk_tokens, decode_rows=32),
+        checksum_pushes=checksums,
     )
 
 
@@ -184,6 +191,7 @@ async def open_duo(
     chunk_tokens: int = 128,
     prefill_page_tokens: int | None = None,
     spoil: Callable[[Duo, Sequence[int]], None] | None = None,
+    checksums: bool = False,
 ) -> AsyncIterator[Duo]:
     """Both ranks, introduced to each other, on poisoned arenas.
 
@@ -192,10 +200,16 @@ async def open_duo(
         page_tokens, chunk_tokens: of both ranks.
         prefill_page_tokens: of the prefill rank, where it is to differ.
         spoil: called with the decode rank's blocks that a push has just written.
+        checksums: pushes have them.
     """
     configs = {
-        PREFILL: nano_config(role="prefill", page_tokens=prefill_page_tokens or page_tokens, chunk_tokens=chunk_tokens),
-        DECODE: nano_config(page_tokens=page_tokens, chunk_tokens=chunk_tokens),
+        PREFILL: nano_config(
+            role="prefill",
+            page_tokens=prefill_page_tokens or page_tokens,
+            chunk_tokens=chunk_tokens,
+            checksums=checksums,
+        ),
+        DECODE: nano_config(page_tokens=page_tokens, chunk_tokens=chunk_tokens, checksums=checksums),
     }
     duo = Duo(fabric, configs)
     world = MemoryWorld(random.Random(0))

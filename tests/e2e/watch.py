@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import trio
 
+from engine.core.effects import Stretch
 from engine.core.plan import StepPlan, StepResult
 from engine.model.device import StepTicket, TorchDevice
 from engine.ports import DeviceInfo
@@ -64,6 +65,10 @@ class WatchedDevice:
     def info(self) -> DeviceInfo:
         return self.device.info
 
+    @property
+    def experts(self) -> Any:
+        return self.device.experts
+
     def block_runs(self) -> Sequence[BlockRun]:
         return self.device.block_runs()
 
@@ -80,6 +85,9 @@ class WatchedDevice:
 
     async def wait(self, ticket: StepTicket) -> StepResult:
         return await self.device.wait(ticket)
+
+    async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
+        return await self.device.checksums(stretches)
 
     async def aclose(self) -> None:
         await self.device.aclose()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from engine.faces.status import render_status
-from transport.messages import PROTOCOL_VERSION, RankSnapshot, RankStatus, StatusReport
+from engine.faces.status import render_status, status_json
+from transport.messages import PROTOCOL_VERSION, ExpertsReport, PartReport, RankSnapshot, RankStatus, StatusReport
 
 
 def make_rank(rank: int, role: str, state: str, phase: str = "", restarts: int = 0) -> RankStatus:
@@ -15,6 +15,13 @@ def make_rank(rank: int, role: str, state: str, phase: str = "", restarts: int =
     }  # fmt: skip
     snapshot = RankSnapshot(**fields) if state == "ready" else None
     return RankStatus(rank, role, 1 + restarts, 4242, state, phase, 300, restarts, snapshot)  # type: ignore[arg-type]
+
+
+def render(report: StatusReport, *parts: PartReport) -> list[str]:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render_status(report, ExpertsReport(parts)))
+    return capture.get().splitlines()
 
 
 def test_eighty_columns_are_enough() -> None:
@@ -27,12 +34,33 @@ def test_eighty_columns_are_enough() -> None:
         version=PROTOCOL_VERSION, cluster="engine", model="nano", head_pid=4240, uptime_ms=61_000, ready=True,
         reasons=(), waiting=7, running=512, finished=20_000, failed=3, ranks=ranks, cancelled=11,
     )  # fmt: skip
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(render_status(report))
-    lines = capture.get().splitlines()
-    assert "…" not in capture.get() and max(map(len, lines)) <= 80
+    lines = render(report)
+    assert "…" not in "".join(lines) and max(map(len, lines)) <= 80
     assert "waiting 7  running 512  finished 20000  cancelled 11  failed 3" in lines
     [p0] = [line.split() for line in lines if line.startswith("p0")]
     assert p0 == ["p0", "ready", "123456", "256", "4096", "1096/4096", "900.0MiB", "97.5ms", "117.9ms", "0.3s"]
     assert any(line.startswith("d13") for line in lines)
+
+
+def test_groups_have_a_line_each_and_what_is_degraded_is_said_under_the_verdict() -> None:
+    from tests.faces.experts_samples import make_part, make_status
+
+    report = make_status(degraded=("group 0 of decode: rank 3 is missing",))
+    forming = make_part(group=1, ranks=tuple(range(1000, 1024)), state="incomplete", steps=0, membership=12)
+    lines = render(report, make_part(), make_part(part="draft"), forming)
+    assert lines[1:3] == ["ready", "degraded: group 0 of decode: rank 3 is missing"]
+    assert lines[-2:] == [
+        "decode group 0: ranks 1-4  idle  membership 2  epoch 7  skew 2.00",
+        "decode group 1: ranks 1000-1023  incomplete  membership 12  epoch 7  skew -",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_json_has_every_figure_by_name() -> None:
+    import json
+
+    from tests.faces.experts_samples import make_part, make_status
+
+    data = json.loads(json.dumps(status_json(make_status(degraded=("x",)), ExpertsReport((make_part(),)))))
+    assert data["schema"] == 1 and data["degraded"] == ["x"] and data["reasons"] == []
+    assert data["ranks"][0]["snapshot"]["pages_total"] == 4096 and data["experts"][0]["skew"]["layer"] == 4

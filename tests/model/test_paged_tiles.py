@@ -10,7 +10,8 @@ from engine.model import experts, hyper
 from engine.model.attention import Gaps, choose_top, rank_blocks
 from engine.model.mixing import sinkhorn_rows
 from engine.model.reference import topk_mask
-from engine.model.tiles import TILE, ExpertBank, TileLinear, choose_experts, norm_rows, pad_rows
+from engine.model.slot_bank import SlotBank
+from engine.model.tiles import TILE, Choice, ExpertBank, TileLinear, choose_experts, norm_rows, pad_rows
 
 SHAPES = [(96, 184), (384, 24), (192, 352), (512, 96), (64, 136), (768, 24), (192, 2500), (16, 8)]
 
@@ -62,6 +63,24 @@ def test_grouped_experts_equal_the_dense_mixture(rows: int, skew: bool) -> None:
     )
     wanted = experts.mix_dense((x * fold).double(), routing, *(w.double() for w in weights), 2.0)
     assert (got - wanted).norm() / wanted.norm() < 1e-6
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("rows", "hit"), [(1, 16), (3, 2), (5, 16), (40, 16), (40, 3), (40, 1)])
+def test_experts_in_slots_give_the_bits_of_a_layers_bank(rows: int, hit: int, scattered: bool) -> None:
+    grouped, fold, (w1, w3, w2) = bank(hidden=48)
+    rng = np.random.default_rng(rows + hit)
+    order = rng.permutation(40)[:16] if scattered else np.arange(9, 25)
+    w_in, w_out = torch.full((40, 48, 48), torch.nan), torch.full((40, 24, 48), torch.nan)
+    w_in[order] = (torch.cat((w1, w3), 1) * fold).transpose(1, 2)
+    w_out[order] = w2.transpose(1, 2)
+    x = pad_rows(draw(rows, 48, seed=6))
+    ids = np.sort(rng.integers(0, hit, (rows, 3)), axis=1)
+    found = SlotBank(w_in, w_out, 2.0).evaluate(x, np.repeat(np.arange(rows), 3), order[ids.ravel()])
+    one = np.ones((rows, 1), np.float32)
+    for column in range(3):
+        wanted = grouped.mix(x, Choice(ids[:, column : column + 1], one))
+        assert torch.equal(found.view(rows, 3, 48)[:, column], wanted)
 
 
 def test_a_row_of_a_mixture_does_not_see_the_others() -> None:

@@ -14,7 +14,7 @@ import trio
 
 from engine.actors import push, rank, router
 from engine.actors.intake import Inbox, PushDone
-from engine.core import backlog, decode, fence, prefill, schedule
+from engine.core import backlog, decode, fence, prefill, running
 from engine.core.handoff import (
     DECODE,
     PREFILL,
@@ -23,10 +23,10 @@ from engine.core.handoff import (
     DecodePhase,
     PrefillEvent,
     PrefillPhase,
-    Transition,
 )
 from engine.core.pages import PageState
 from engine.core.request import judge_token
+from engine.core.tables import Transition
 from engine.sim.play import play
 from engine.sim.scenario import draw_scenario
 from transport.fabric import TransferReport
@@ -83,7 +83,7 @@ def epoch_ended_while_a_write_runs(patch: pytest.MonkeyPatch) -> None:
 def late_push_accepted(patch: pytest.MonkeyPatch) -> None:
     """An overdue or failed write counts as done."""
 
-    async def wait(order, transfer, link, fabric, inbox: Inbox, transfer_s: float) -> None:
+    async def wait(order, transfer, link, fabric, inbox: Inbox, transfer_s: float, reader) -> None:
         with trio.move_on_after(0.01):
             await transfer.done.wait()
         inbox.put(PushDone(order.key, order.first, order.count, TransferReport(1, 1, 1, 1)))
@@ -175,8 +175,8 @@ def heartbeat_in_the_step_loop(patch: pytest.MonkeyPatch) -> None:
 
 @bug("commit-count", seeds=10)
 def chunk_count_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def pushed(request, epoch, first, count, num_bytes):
-        return PagesPushed(request, epoch, first, count - (count > 1), num_bytes)
+    def pushed(request, epoch, first, count, num_bytes, checksum):
+        return PagesPushed(request, epoch, first, count - (count > 1), num_bytes, checksum)
 
     patch.setattr(prefill, "PagesPushed", pushed)
 
@@ -207,13 +207,20 @@ def writer_that_owes_an_end_is_never_ended(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream", seeds=10)
 def completion_one_token_too_short(patch: pytest.MonkeyPatch) -> None:
+    original = running.Running._line_up
+
     def judge(token, count, limit, sampling, eos_ids):
         return judge_token(token, count + 1, limit, sampling, eos_ids)
 
-    patch.setattr(schedule, "judge_token", judge)
+    def line_up(self, most):
+        lineup = original(self, most)
+        return dataclasses.replace(lineup, limits=lineup.limits - 1)
+
+    patch.setattr(running, "judge_token", judge)
+    patch.setattr(running.Running, "_line_up", line_up)
 
 
-@bug("leftover", seeds=60, first=40)
+@bug("leftover", seeds=20)
 def prefill_rank_not_told_of_an_abort(patch: pytest.MonkeyPatch) -> None:
     original = router.Router._abort_parts
 

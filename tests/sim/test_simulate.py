@@ -29,11 +29,13 @@ def test_a_run_is_told_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     path = tmp_path / "report.json"
     assert main(["simulate", "--seed", "5", "--check", "--report", str(path)]) == 0
     said = capsys.readouterr().out
-    for word in (" a second from ", "device steps", "answers", "throughput", "first token p50", "inter-token"):
+    words = (" a second from ", "device steps", "answers", "throughput", "skew  ", "first token p50", "inter-token")
+    for word in words:
         assert word in said
     told = json.loads(path.read_text())
     assert told["seed"] == 5 and told["exit_code"] == 0 and told["failure"] is None
     assert sum(told["outcomes"].values()) == told["load"]["requests"]
+    assert all(value == 0 or 1 <= value <= 3 for value in told["skew"].values()) and any(told["skew"].values())
     assert told["hash"] in said and told["replay"] == "engine simulate --seed 5"
 
 

@@ -39,6 +39,11 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["bench", "serve", "--help"], 0),
         (["bench", "forward", "--help"], 0),
         (["down", "--dir", "/nowhere/at/all"], 4),
+        (["rebalance", "--help"], 0),
+        (["rebalance", "apply", "--help"], 0),
+        (["rebalance", "plan", "--dir", "/nowhere/at/all"], 4),
+        (["metrics", "--help"], 0),
+        (["metrics", "--dir", "/nowhere/at/all"], 4),
         (["up", "--device", "cuda"], 2),
     ],
 )
@@ -54,7 +59,7 @@ def test_light_commands_load_nothing_heavy(arguments, code):
     [
         ("engine.actors.head", set()),
         ("engine.compose", set()),
-        ("engine.cli", {"trio", "numpy", "rich", "msgspec"}),
+        ("engine.cli", {"trio", "numpy", "rich", "msgspec", "prometheus_client"}),
     ],
 )
 def test_modules_of_the_head_load_no_device_library(module, more):

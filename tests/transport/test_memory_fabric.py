@@ -13,7 +13,7 @@ import trio.testing
 
 from transport.errors import FabricError
 from transport.fabric import BlockRun, Target
-from transport.memory_fabric import Faults, MemoryFabric, MemoryWorld
+from transport.memory_fabric import ExtraFaults, Faults, MemoryFabric, MemoryWorld
 
 SIZE, COUNT = 256, 32
 
@@ -137,3 +137,45 @@ async def test_a_description_of_an_earlier_life_is_refused(autojump_clock: trio.
             assert again.describe() != old
             with pytest.raises(FabricError, match="gone"):
                 await a.fabric.connect(old)
+
+
+async def test_a_push_that_lands_twice_is_over_after_the_second_time(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    world = MemoryWorld(random.Random(0), latency_s=1.0)
+    world.extra = ExtraFaults(twice=1.0, twice_s=10.0)
+    landings: list[float] = []
+    world.on_landing = lambda writer, target, blocks: landings.append(trio.current_time())
+    async with two_sides(world) as (a, b, target):
+        transfer = a.fabric.push(target, [0], [0])
+        await trio.sleep(1.0)
+        await trio.testing.wait_all_tasks_blocked()
+        assert b.memory[0].all() and len(landings) == 1
+        b.memory[0] = 0
+        await a.fabric.wait(transfer)
+        assert b.memory[0].all() and len(landings) == 2 and landings[1] == trio.current_time() > landings[0]
+
+
+async def test_a_corrupt_push_differs_in_one_bit_and_says_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    world = MemoryWorld(random.Random(0), extra_rng=random.Random(5))
+    world.extra = ExtraFaults(corrupt=1.0)
+    async with two_sides(world) as (a, b, target):
+        for _ in range(20):
+            b.memory[:] = 0
+            await a.fabric.wait(a.fabric.push(target, [3, 4, 9], [5, 6, 1]))
+            wrong = np.bitwise_xor(b.memory[[5, 6, 1]], 1)
+            assert np.unpackbits(wrong).sum() == 1 and not b.memory[[0, 2, 3, 4, 7]].any()
+
+
+async def test_later_kinds_of_faults_do_not_change_what_others_draw(autojump_clock: trio.testing.MockClock) -> None:
+    faults = Faults(delay=0.5, fail=0.4, late=0.5)
+    plain = MemoryWorld(random.Random(3), faults=faults)
+    rich = MemoryWorld(random.Random(3), faults=faults)
+    rich.extra = ExtraFaults(twice=0.5, corrupt=0.5)
+    drawn = [(plain._draw(), rich._draw()) for _ in range(50)]
+    for before, after in drawn:
+        assert (before.extra_s, before.fails, before.lands, before.late_s, before.stuck) == (
+            after.extra_s, after.fails, after.lands, after.late_s, after.stuck,
+        )  # fmt: skip
+        assert before.twice_s is None and before.flip_at is None
+    assert any(after.twice_s is not None for _, after in drawn) and any(after.flip_at is not None for _, after in drawn)

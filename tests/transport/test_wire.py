@@ -56,9 +56,37 @@ def values(type_: Any) -> st.SearchStrategy[Any]:
     raise TypeError(type_)
 
 
+COUNTS: dict[type[Message], tuple[str, ...]] = {
+    messages.TokensEmitted: ("num_rows", "num_tokens"),
+    messages.PagesGranted: ("num_pages",),
+    messages.SlotsCopied: ("count",),
+    messages.ExpertLoads: ("layers", "experts"),
+    messages.PrepareEpoch: ("places", "slots", "copies", "released"),
+    messages.NameGroup: (),
+}
+"""Messages whose blob's length follows from their fields, and which fields those are; `frames` keeps them small."""
+
+
+def count_blob(message: Message) -> int:
+    """Bytes of such a message's blob, as its docstring says."""
+    match message:
+        case messages.TokensEmitted():
+            return (8 + 4 + 4 + 4) * message.num_rows + 4 * message.num_tokens
+        case messages.PagesGranted(num_pages=count) | messages.SlotsCopied(count=count):
+            return 4 * count
+        case messages.ExpertLoads():
+            return 4 * message.layers * message.experts
+        case messages.PrepareEpoch():
+            return 4 * message.places * message.slots + 24 * message.copies + 8 * message.released
+        case messages.NameGroup():
+            slots = sum(part.slots for part in message.parts)
+            return 4 * slots * len(message.members) + sum(member.description_bytes for member in message.members)
+    raise TypeError(type(message))
+
+
 def blob_for(message: Message, rng: Any) -> bytes:
-    if isinstance(message, messages.TokensEmitted | messages.PagesGranted):
-        return b""  # its length is a function of the fields; those are set to 0 below
+    if type(message) in COUNTS:
+        return rng.randbytes(count_blob(message))
     limit = BLOB_LIMITS.get(type(message), 0)
     return rng.randbytes(4 * rng.randrange(0, 2000)) if limit else b""
 
@@ -67,10 +95,13 @@ def blob_for(message: Message, rng: Any) -> bytes:
 def frames(draw: st.DrawFn) -> tuple[Message, bytes]:
     cls = draw(st.sampled_from(sorted(EVERYTHING, key=lambda cls: cls.__name__)))
     message = draw(values(msgspec.inspect.type_info(cls)))
-    if isinstance(message, messages.TokensEmitted):
-        message = messages.TokensEmitted(message.step, 0, 0)
-    if isinstance(message, messages.PagesGranted):
-        message = messages.PagesGranted(message.request, message.attempt, message.epoch, message.slab, 0)
+    if cls in COUNTS:
+        small = st.integers(0, 20)
+        message = msgspec.structs.replace(message, **{field: draw(small) for field in COUNTS[cls]})
+    if isinstance(message, messages.NameGroup):
+        members = [msgspec.structs.replace(member, description_bytes=draw(small)) for member in message.members]
+        parts = [msgspec.structs.replace(part, slots=draw(small)) for part in message.parts]
+        message = msgspec.structs.replace(message, members=tuple(members), parts=tuple(parts))
     return message, blob_for(message, draw(st.randoms(use_true_random=False)))
 
 
@@ -278,7 +309,15 @@ def test_one_flipped_byte_gives_frames_or_a_protocol_error(
 
 
 def test_blobs_must_have_the_length_their_message_says() -> None:
-    for message in (messages.TokensEmitted(1, 2, 3), messages.PagesGranted(1, 1, 1, 0, 13)):
+    member, part = messages.Member(1, 1, "", 7), messages.PartTable("main", 0, 1, 3, 3)
+    for message in (
+        messages.TokensEmitted(1, 2, 3),
+        messages.PagesGranted(1, 1, 1, 0, 13),
+        messages.SlotsCopied("main", 1, 0, 13, 10, 1),
+        messages.ExpertLoads("main", 1, 1, 1, 1, 13),
+        messages.PrepareEpoch("main", 1, 1, 3, 1, 5, 1, 1, 1),
+        messages.NameGroup(1, (member, messages.Member(2, 1, "", 21)), (part,)),
+    ):
         assert len(encode_frame(message, bytes(52))) == 2
         with pytest.raises(LocalProtocolError, match="its fields say 52"):
             encode_frame(message, bytes(48))

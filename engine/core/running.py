@@ -1,0 +1,223 @@
+"""Running: the sequences that generate, as columns, so that a step costs array operations and not work for each token.
+
+Every running sequence has a slot; `planned`, `count` and `token` are columns by slot. A step takes the first rows in
+order of arrival that are not planned to their end (the *roster*), and the roster stays the same object until a sequence
+comes, goes, is planned to its end, or leaves its `min_tokens` behind.
+
+Two rules are kept here. A slot is free only when no submitted step names it: a sequence that left while steps were
+under way keeps its slot, and `count` of that slot counts them off like those of the living. And what steps have yet to
+produce is `planned - count`: where that is 0 the host knows the last token, else the device has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.plan import DecodeRows, Ints, Roster
+from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
+from transport.messages import FinishReason
+
+_FIRST_SLOTS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lineup:
+    """The sequences of a step, and what of them stays the same while it does.
+
+    Attributes:
+        slots: int64[rows].
+        roster: as the device sees them.
+        sequences: of each row.
+        attempts: int32[rows].
+        bases: int64[rows], position of the input token less the tokens planned before it.
+        limits: int64[rows], completion tokens at which each ends.
+        may_stop: bool[rows], where an id of the request's own may end it; None where that is nowhere.
+        minima: rows whose ends are still forbidden, and the completion token from which they are not.
+    """
+
+    slots: Ints
+    roster: Roster
+    sequences: tuple[Sequence, ...]
+    attempts: npt.NDArray[np.int32]
+    bases: Ints
+    limits: Ints
+    may_stop: npt.NDArray[np.bool_] | None
+    minima: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class NewTokens:
+    """What a step brought to sequences that still run, as columns, and to whom it brought more than a token.
+
+    Attributes:
+        requests: int64, attempts: int32, indices: int32 (place in the completion), tokens: int32.
+        fresh: sequences whose first own token is among them.
+        ended: sequences that end with theirs, and why.
+        released: sequences that are over and that no submitted step names any more.
+    """
+
+    requests: Ints
+    attempts: npt.NDArray[np.int32]
+    indices: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    fresh: list[Sequence] = dataclasses.field(default_factory=list)
+    ended: list[tuple[Sequence, FinishReason]] = dataclasses.field(default_factory=list)
+    released: list[Sequence] = dataclasses.field(default_factory=list)
+
+
+class Running:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[RequestKey, Sequence] = {}
+        """In order of arrival."""
+        self._planned = np.zeros(_FIRST_SLOTS, np.int64)
+        self._count = np.zeros(_FIRST_SLOTS, np.int64)
+        self._token = np.zeros(_FIRST_SLOTS, np.int64)
+        self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
+        self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
+        self._fresh: set[int] = set()
+        self._num_gone = 0
+        self._lineup: Lineup | None = None
+
+    def join(self, sequence: Sequence) -> None:
+        """It runs from now on: `count` tokens are there, and `next_token` is the last of them."""
+        if not self._free:
+            self._grow_slots()
+        slot = sequence.slot = self._free.pop()
+        self._planned[slot] = self._count[slot] = sequence.count
+        self._token[slot] = sequence.next_token
+        if len(sequence.pages) > self._tables.shape[1]:
+            more = max(len(sequence.pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
+            self._tables = np.pad(self._tables, ((0, 0), (0, more)))
+        self._tables[slot] = 0
+        self._tables[slot, : len(sequence.pages)] = sequence.pages
+        self._fresh.add(slot)
+        self.sequences[sequence.key] = sequence
+        self._lineup = None
+
+    def leave(self, sequence: Sequence) -> None:
+        """It runs no longer. `count` is what it came to, and `steps` the submitted steps that still name its memory."""
+        del self.sequences[sequence.key]
+        slot = sequence.slot
+        sequence.count = int(self._count[slot])
+        sequence.steps = int(self._planned[slot]) - sequence.count
+        self._fresh.discard(slot)
+        self._lineup = None
+        if sequence.steps:
+            self._num_gone += 1
+        else:
+            self._free.append(slot)
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether a step would have a row."""
+        return any(self._planned[sequence.slot] < sequence.limit for sequence in self.sequences.values())
+
+    def plan(self, most: int) -> tuple[Lineup, DecodeRows] | None:
+        """The rows of the next step, which count as submitted from now on; None when there are none."""
+        lineup = self._lineup = self._lineup or self._line_up(most)
+        slots = lineup.slots
+        if not len(slots):
+            return None
+        planned = self._planned[slots]
+        for row, minimum in lineup.minima:
+            if planned[row] >= minimum:
+                lineup = self._lineup = self._line_up(most)
+                break
+        tokens = np.where(planned > self._count[slots], -1, self._token[slots])
+        rows = DecodeRows(lineup.roster, lineup.bases + planned, tokens)
+        planned += 1
+        self._planned[slots] = planned
+        if (planned >= lineup.limits).any():
+            self._lineup = None
+        return lineup, rows
+
+    def apply(self, lineup: Lineup, tokens: npt.NDArray[np.int32], eos_ids: frozenset[int]) -> NewTokens:
+        """Takes the tokens of the oldest submitted step, one for each of its rows."""
+        slots, limits, may_stop, sequences = lineup.slots, lineup.limits, lineup.may_stop, lineup.sequences
+        requests, attempts = lineup.roster.requests, lineup.attempts
+        released: list[Sequence] = []
+        count = self._count[slots]
+        count += 1
+        self._count[slots] = count
+        self._token[slots] = tokens
+        if self._num_gone:
+            is_gone = [self.sequences.get(sequence.key) is not sequence for sequence in sequences]
+            if any(is_gone):
+                released = [s for s, gone in zip(sequences, is_gone, strict=True) if gone and self._count_off(s)]
+                kept = np.flatnonzero(~np.array(is_gone))
+                requests, attempts, count, tokens = requests[kept], attempts[kept], count[kept], tokens[kept]
+                limits, may_stop = limits[kept], None if may_stop is None else may_stop[kept]
+                sequences = tuple(sequences[row] for row in kept.tolist())
+        new = NewTokens(requests, attempts, (count - 1).astype(np.int32), tokens, released=released)
+        if self._fresh:
+            new.fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
+            self._fresh.difference_update([sequence.slot for sequence in new.fresh])
+        may_end = count >= limits
+        for end in eos_ids:
+            may_end |= tokens == end
+        if may_stop is not None:
+            may_end |= may_stop
+        if may_end.any():
+            for row in np.flatnonzero(may_end).tolist():
+                sequence = sequences[row]
+                sampling = sequence.reserve.sampling
+                reason = judge_token(int(tokens[row]), int(count[row]), sequence.limit, sampling, eos_ids)
+                if reason is not None:
+                    new.ended.append((sequence, reason))
+        return new
+
+    def _count_off(self, sequence: Sequence) -> bool:
+        """One step less names the memory of a sequence that left; whether none does now."""
+        sequence.steps -= 1
+        if sequence.steps:
+            return False
+        self._num_gone -= 1
+        self._free.append(sequence.slot)
+        return True
+
+    def _line_up(self, most: int) -> Lineup:
+        slots = np.array([sequence.slot for sequence in self.sequences.values()], np.int64)
+        limits = np.array([sequence.limit for sequence in self.sequences.values()], np.int64)
+        first = np.flatnonzero(self._planned[slots] < limits)[:most]
+        slots, limits = slots[first], limits[first]
+        everyone = list(self.sequences.values())
+        sequences = tuple(everyone[row] for row in first.tolist())
+        for sequence, planned in zip(sequences, self._planned[slots].tolist(), strict=True):
+            if sequence.sampling.min_tokens:
+                sequence.sampling = sampling_at(sequence.sampling, planned)
+        pages = tuple(sequence.pages for sequence in sequences)
+        roster = Roster(
+            requests=np.array([sequence.key[0] for sequence in sequences], np.int64),
+            slabs=np.array([sequence.slab for sequence in sequences], np.int64),
+            pages=pages,
+            sampling=tuple(sequence.sampling for sequence in sequences),
+            tables=self._tables[slots, : max(map(len, pages), default=0)],
+        )
+        may_stop = np.array([bool(sequence.sampling.stop_ids) for sequence in sequences])
+        return Lineup(
+            slots=slots,
+            roster=roster,
+            sequences=sequences,
+            attempts=np.array([sequence.key[1] for sequence in sequences], np.int32),
+            bases=np.array([sequence.prompt_tokens - 1 for sequence in sequences], np.int64),
+            limits=limits,
+            may_stop=may_stop if may_stop.any() else None,
+            minima=tuple(
+                (row, sequence.sampling.min_tokens)
+                for row, sequence in enumerate(sequences)
+                if sequence.sampling.min_tokens
+            ),
+        )
+
+    def _grow_slots(self) -> None:
+        old = len(self._planned)
+        self._planned, self._count, self._token = (
+            np.pad(column, (0, old)) for column in (self._planned, self._count, self._token)
+        )
+        self._tables = np.pad(self._tables, ((0, old), (0, 0)))
+        self._free.extend(range(2 * old - 1, old - 1, -1))

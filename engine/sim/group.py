@@ -1,0 +1,447 @@
+"""SimGroup: how the devices of a group step together, as calls of the event clock: a few for each step of all of them.
+
+A `Seat` is one device's place in its group, a `Circle` those who are in one membership. A step begins when all members
+of the circle have *arrived*: each has a step at the head of its queue, and its words of the pact, taken at that
+instant, are on their way. It ends for all together, as late as the slowest. Who dies in the middle leaves the others
+with nothing, or, by chance, some of them with all they needed: those finish the step, the others run it again in the
+next membership. Who is stopped or stuck is waited for, and accused when `exchange_s` is over.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from engine.core.group import Membership
+from engine.core.pact import Agreement, GroupStep, Words, agree
+from engine.core.plan import StepPlan
+from engine.errors import DeviceError, GroupBroken
+from engine.sim.device import SimDevice, SimTicket
+from engine.sim.expertchecks import ExpertAuditor
+from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
+from engine.sim.meters import LogHistogram
+from engine.sim.slots import SimExperts
+from transport.fabric import BlockRun
+from transport.messages import PartInfo
+
+At = Callable[..., None]
+"""`EventClock.at`."""
+PARTLY = 0.5
+"""Share of deaths in a step's middle after which each survivor may have what it needs all the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupRules:
+    """The limits that bound a group's waits; see `Limits`."""
+
+    exchange_s: float
+    group_s: float
+    idle_steps: int
+
+
+@dataclasses.dataclass(slots=True)
+class GroupMeters:
+    """What the steps of one group came to.
+
+    Attributes:
+        step_s: of steps with rows. copying_s: of those of them in which a member began copies.
+        lost_us: expert time lost to skew in all of them.
+        lost_by_second: virtual second to (steps with rows, microseconds lost).
+        idle_steps, breaks, partly: steps without rows; breakages; those after which some had finished the step.
+    """
+
+    step_s: LogHistogram = dataclasses.field(default_factory=LogHistogram)
+    copying_s: LogHistogram = dataclasses.field(default_factory=LogHistogram)
+    num_steps: int = 0
+    idle_steps: int = 0
+    lost_us: float = 0.0
+    lost_by_second: dict[int, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    breaks: int = 0
+    partly: int = 0
+    flips: int = 0
+
+
+class Circle:
+    """Who is in one membership, and the step that they are in.
+
+    Attributes:
+        seats: by place, those who have entered it.
+        arrived: those who wait in the first exchange of the step, or run it.
+        lost: why no step of it begins any more.
+        finishers: of a step that a death broke off, those who finish it all the same.
+        stalled_since: when a running step first waited for a stopped member.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.number = membership.number
+        self.living = membership.living
+        self.seats: dict[int, Seat] = {}
+        self.arrived: list[Seat] = []
+        self.step = 0
+        self.active = tuple(part.epoch for part in membership.parts)
+        self.agreed: Agreement | None = None
+        self.is_met = self.is_running = self.has_patience = False
+        self.lost: GroupBroken | None = None
+        self.finishers: list[Seat] | None = None
+        self.stalled_since: float | None = None
+        self.ends_at = 0.0
+
+
+class Seat:
+    """One device in its group: what SimDevice and SimExperts tell the group, and where it is."""
+
+    def __init__(self, group: SimGroup, device: SimDevice, rank: int, generation: int, parts: Sequence[PartInfo]):
+        self.group, self.device, self.rank, self.generation = group, device, rank, generation
+        self.name = f"{device.info.name}"
+        self.place = -1
+        self.number = 0
+        """Of the membership that it entered last."""
+        self.circle: Circle | None = None
+        self.is_arrived = self.is_dead = self.is_hung = False
+        self.words: Words | None = None
+        self.step_rows: np.ndarray | None = None
+        """By domain, of the step that it arrived in; None for an empty one."""
+        self.since = 0.0
+        self.copy_s = 0.0
+        """Time of its link for copies that it began since the last step."""
+        self.stopped_until = 0.0
+        self.stopped: GroupStep | None = None
+        self.breaks: collections.deque[tuple[SimTicket | None, GroupBroken]] = collections.deque()
+        self.last_step: tuple[int, int] = (0, -1)
+        self.experts = SimExperts(
+            self, parts, group.shape.domains, group.auditor, group.sleep_for, group.draw_counts,
+            group.shape.load_bytes_per_s,
+        )  # fmt: skip
+
+    def runs(self) -> tuple[BlockRun, ...]:
+        return tuple(memory.run() for memory in self.experts.memory)
+
+    def told_to_join(self) -> None:
+        self.group.join(self)
+
+    def submitted(self) -> None:
+        self.group.arrive(self)
+
+    def leave(self) -> None:
+        self.group.leave(self)
+
+    def stop_until(self, until: float) -> None:
+        """Its process is stopped: it says nothing to the others."""
+        self.stopped_until = max(self.stopped_until, until)
+
+    def take_break(self, ticket: SimTicket) -> GroupBroken | None:
+        """A breakage that the waiter for this step is to be told of now."""
+        if self.breaks and self.breaks[0][0] in (None, ticket):
+            return self.breaks.popleft()[1]
+        return None
+
+
+class SimGroup:
+    """See the module.
+
+    Args:
+        gates: by part, shared by all groups of a world.
+        rng: of the fate of survivors.
+        noise: of pairs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: ExpertShape,
+        rules: GroupRules,
+        gates: Sequence[Gate],
+        auditor: ExpertAuditor,
+        at: At,
+        now: Callable[[], float],
+        sleep_for: Callable[[float], Awaitable[None]],
+        rng: random.Random,
+        noise: np.random.Generator,
+    ) -> None:
+        self.name, self.shape, self.rules, self.auditor = name, shape, rules, auditor
+        self.meters = GroupMeters()
+        self.sleep_for = sleep_for
+        self._at, self._now = at, now
+        self._rng = rng
+        self._noise = noise
+        self._counters = [PairCounter(gate, shape.chosen, noise) for gate in gates]
+        self.circles: dict[int, Circle] = {}
+
+    def draw_counts(self, part: int, rows: np.ndarray) -> np.ndarray:
+        return self._counters[part].draw(rows, self._now(), self._noise)
+
+    # ------------------------------------------------------------ memberships
+
+    def join(self, seat: Seat) -> None:
+        """It was told of a membership: enters it unless it is in one that can still step."""
+        if seat.is_dead or seat.is_hung or seat.stopped is not None:
+            return
+        circle = seat.circle
+        if circle is None:
+            self._enter(seat)
+        elif not circle.is_met:
+            del circle.seats[seat.place]
+            self._enter(seat)
+
+    def _enter(self, seat: Seat) -> None:
+        number = seat.experts.joined
+        seat.experts.enter(number)
+        membership = seat.experts.present
+        assert membership is not None
+        seat.number, seat.place = number, membership.place_of(seat.rank)
+        circle = self.circles.get(number)
+        if circle is None:
+            self.circles = {old: kept for old, kept in self.circles.items() if kept.seats}
+            circle = self.circles[number] = Circle(membership)
+        if circle.lost is not None:
+            self._break(seat, circle, circle.lost)
+            return
+        circle.seats[seat.place] = seat
+        seat.circle = circle
+        if len(circle.seats) == len(circle.living):
+            circle.is_met = True
+            for each in [circle.seats[place] for place in circle.living]:
+                self.arrive(each)
+        else:
+            self._at(self._now() + self.rules.group_s, self._miss, seat, circle)
+
+    def _miss(self, seat: Seat, circle: Circle) -> None:
+        """Not all have come."""
+        if seat.circle is circle and not circle.is_met:
+            place = next(place for place in circle.living if place not in circle.seats)
+            why = f"did not join membership {circle.number} within {self.rules.group_s:g} s"
+            self._lose(circle, place, why, overdue=True)
+
+    def leave(self, seat: Seat) -> None:
+        """Its device is dead: the others feel it at once."""
+        seat.is_dead = True
+        circle, seat.circle = seat.circle, None
+        if circle is not None:
+            del circle.seats[seat.place]
+            if seat in circle.arrived:
+                circle.arrived.remove(seat)
+            self._lose(circle, seat.place, "has closed its connection", overdue=False)
+
+    # ------------------------------------------------------------ steps
+
+    def arrive(self, seat: Seat) -> None:
+        """Begins its next step if it has one and may."""
+        queue, circle = seat.device.queue, seat.circle
+        while seat.stopped is not None and queue and not seat.is_dead:
+            seat.device.finish_first(seat.stopped)
+        if not queue or circle is None or seat.is_arrived or seat.is_dead or seat.is_hung:
+            return
+        if circle.lost is not None:
+            self._break(seat, circle, circle.lost)
+            return
+        if not circle.is_met:
+            return
+        now, ticket = self._now(), queue[0]
+        if seat.stopped_until > now:
+            self._at(seat.stopped_until, self.arrive, seat)
+            return
+        if ticket.step and ticket.step == seat.device.hang_at_step:
+            seat.is_hung = True
+            return
+        seat.is_arrived, seat.since = True, now
+        plan = ticket.plan
+        seat.step_rows = None if plan.is_empty else _rows_by_domain(plan, self.shape.domains)
+        rows = 0 if seat.step_rows is None else int(seat.step_rows.sum())
+        experts = seat.experts
+        join = max(experts.joined, circle.number)
+        seat.words = Words(
+            seat.generation, rows, int(not plan.is_empty), plan.idle, join, int(plan.stop), experts.ready
+        )
+        circle.arrived.append(seat)
+        if len(circle.arrived) == len(circle.living):
+            self._begin(circle)
+        elif not circle.has_patience:
+            circle.has_patience = True
+            self._at(now + self.rules.exchange_s, self._look, circle)
+
+    def _look(self, circle: Circle) -> None:
+        """Some have waited for others."""
+        circle.has_patience = False
+        if circle.lost is not None or circle.is_running or not circle.arrived:
+            return
+        due = min(seat.since for seat in circle.arrived) + self.rules.exchange_s
+        if due > self._now():
+            circle.has_patience = True
+            self._at(due, self._look, circle)
+            return
+        here = {seat.place for seat in circle.arrived}
+        place = next(place for place in circle.living if place not in here)
+        self.auditor.overdue(self, circle, circle.seats[place])
+        self._lose(circle, place, f"did not answer within {self.rules.exchange_s:g} s", overdue=True)
+
+    def _begin(self, circle: Circle) -> None:
+        circle.is_running = True
+        circle.arrived.sort(key=lambda seat: seat.place)
+        seats = circle.arrived
+        self.auditor.begin(self, circle)
+        words = [seat.words for seat in seats if seat.words is not None]
+        circle.agreed = agree(words, circle.active, circle.number, self.rules.idle_steps)
+        # As if a step's exchanges waited for the copies on the same link.
+        dense_s = max(seat.device.queue[0].cost_s + seat.copy_s for seat in seats)
+        is_copying = any(seat.copy_s for seat in seats)
+        for seat in seats:
+            seat.copy_s = 0.0
+        expert_s = self._count_pairs(circle) if any(word.rows for word in words) else 0.0
+        circle.ends_at = self._now() + dense_s + expert_s
+        if any(word.rows for word in words):
+            self.meters.step_s.add(dense_s + expert_s)
+            if is_copying:
+                self.meters.copying_s.add(dense_s + expert_s)
+        self._at(circle.ends_at, self._end, circle)
+
+    def _count_pairs(self, circle: Circle) -> float:
+        """Expert time of the step: layer by layer, the fullest rank's."""
+        shape, meters = self.shape, self.meters
+        rows = np.zeros(shape.domains, np.int64)
+        for seat in circle.arrived:
+            rows += 0 if seat.step_rows is None else seat.step_rows
+        spent = lost = 0.0
+        for part, counter in enumerate(self._counters):
+            table = circle.arrived[0].experts.tables[part][circle.active[part]]
+            pairs = counter.count(rows, table.placement, self._now())
+            most, mean = float(pairs.max(axis=1).sum()), float(pairs.sum()) / len(circle.living)
+            spent += shape.pair_s * (mean if shape.is_perfect else most)
+            lost += 0.0 if shape.is_perfect else shape.pair_s * (most - mean)
+            of_place = pairs.sum(axis=0).tolist()
+            for seat in circle.arrived:
+                seat.experts.pairs[part] += of_place[seat.place]
+                seat.experts.expert_us[part] += 1e6 * shape.pair_s * of_place[seat.place]
+        meters.num_steps += 1
+        meters.lost_us += 1e6 * lost
+        second = int(self._now())
+        count, sum_us = meters.lost_by_second.get(second, (0, 0.0))
+        meters.lost_by_second[second] = (count + 1, sum_us + 1e6 * lost)
+        return spent
+
+    def _end(self, circle: Circle) -> None:
+        now = self._now()
+        if circle.lost is None and not self._wait_for_stopped(circle, now):
+            return
+        seats = circle.arrived if circle.finishers is None else circle.finishers
+        seats = [seat for seat in seats if not seat.is_dead]
+        agreed = circle.agreed
+        assert agreed is not None
+        self.auditor.end(self, circle, seats)
+        circle.is_running, circle.finishers, circle.stalled_since = False, None, None
+        circle.arrived = []
+        done = GroupStep(circle.number, circle.step, circle.active, agreed.park, agreed.stop)
+        self.meters.idle_steps += all(seat.words is not None and not seat.words.rows for seat in seats)
+        self.meters.flips += agreed.active != circle.active
+        circle.step, circle.active = circle.step + 1, agreed.active
+        failed = [seat for seat in seats if not self._finish(seat, done, agreed)]
+        for seat in failed:
+            self.leave(seat)
+        for seat in seats:
+            if seat.is_dead:
+                continue
+            if agreed.leave:
+                circle.seats.pop(seat.place, None)
+                seat.circle = None
+                self._enter(seat)
+            self.arrive(seat)
+
+    def _wait_for_stopped(self, circle: Circle, now: float) -> bool:
+        """False if the step can not end yet: a member is stopped in the middle of it."""
+        stopped = [seat for seat in circle.arrived if seat.stopped_until > now]
+        if not stopped:
+            return True
+        if circle.stalled_since is None:
+            circle.stalled_since = now
+        limit = circle.stalled_since + self.rules.exchange_s
+        if now < limit:
+            self._at(min(limit, max(seat.stopped_until for seat in stopped)), self._end, circle)
+            return False
+        for seat in stopped:
+            # It finds the connections ended when it goes on.
+            circle.arrived.remove(seat)
+            self._at(seat.stopped_until, self._resume, seat, circle)
+        self._lose(circle, stopped[0].place, f"did not answer within {self.rules.exchange_s:g} s", overdue=True)
+        return False
+
+    def _resume(self, seat: Seat, circle: Circle) -> None:
+        if seat.circle is circle and not seat.is_dead and circle.lost is not None:
+            self._break(seat, circle, circle.lost)
+
+    def _finish(self, seat: Seat, done: GroupStep, agreed: Agreement) -> bool:
+        """The step is over for one member; False if its device failed in it."""
+        experts, device = seat.experts, seat.device
+        seat.is_arrived = False
+        ticket, rows = device.queue[0], seat.step_rows
+        device.finish_first(done)
+        if ticket.error is not None:
+            return False
+        if rows is not None:
+            self.auditor.count_rows(seat, int(rows.sum()))
+            experts.rows += rows
+            experts.steps += 1
+        seat.last_step = (done.membership, done.step)
+        self.latch(seat, agreed)
+        if done.stop:
+            seat.stopped = done
+        return True
+
+    def latch(self, seat: Seat, agreed: Agreement) -> None:
+        """What was agreed is in force for this member from its next step on."""
+        seat.experts.advance(agreed.active)
+
+    # ------------------------------------------------------------ losses
+
+    def _lose(self, circle: Circle, place: int, why: str, *, overdue: bool) -> None:
+        """No step of this circle begins any more."""
+        if circle.lost is not None:
+            if circle.finishers is not None:
+                circle.finishers = [seat for seat in circle.finishers if not seat.is_dead]
+            return
+        self.meters.breaks += 1
+        rank = circle.membership.members[place].rank
+        circle.lost = GroupBroken(circle.number, circle.step, rank, why, overdue=overdue)
+        breaking = [*circle.arrived]
+        if circle.is_running:
+            circle.finishers = []
+            if not overdue and self._rng.random() < PARTLY:
+                circle.finishers = [seat for seat in breaking if self._rng.random() < 0.5]
+                self.meters.partly += 0 < len(circle.finishers) < len(breaking)
+            breaking = [seat for seat in breaking if seat not in circle.finishers]
+        elif not circle.is_met:
+            breaking = [seat for _, seat in sorted(circle.seats.items())]
+        for seat in breaking:
+            self._break(seat, circle, circle.lost)
+
+    def _break(self, seat: Seat, circle: Circle, lost: GroupBroken) -> None:
+        """It leaves the circle; whoever waits for its step is told once."""
+        circle.seats.pop(seat.place, None)
+        seat.circle, seat.is_arrived = None, False
+        ticket = seat.device.queue[0] if seat.device.queue else None
+        told = GroupBroken(circle.number, circle.step, lost.rank, lost.why, overdue=lost.overdue)
+        seat.breaks.append((ticket, told))
+        if ticket is not None:
+            ticket.lot.unpark_all()
+        if seat.experts.joined > seat.number:
+            self._enter(seat)
+        else:
+            self._at(self._now() + self.rules.group_s, self._give_up, seat, seat.number)
+
+    def _give_up(self, seat: Seat, number: int) -> None:
+        if seat.number == number and seat.circle is None and seat.device.queue and not seat.is_dead:
+            why = f"no membership after {number} was joined within {self.rules.group_s:g} s"
+            seat.device.fail(DeviceError(why))
+
+
+def _rows_by_domain(plan: StepPlan, domains: int) -> np.ndarray:
+    """int64[domains]: rows of a step."""
+    counts = np.zeros(domains, np.int64)
+    if plan.rows:
+        counts += np.bincount(find_domains(plan.columns.roster.requests, domains), minlength=domains)
+    for chunk in plan.chunks:
+        counts[find_domains(np.array([chunk.request]), domains)[0]] += chunk.num_tokens
+    return counts

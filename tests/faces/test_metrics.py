@@ -1,0 +1,160 @@
+"""The metrics' text: names, types and labels that dashboards rely on, and what the values are made of."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.faces.metrics import absence_text, metrics_text
+from engine.version import VERSION
+from tests.faces.experts_samples import make_part, make_past, make_status
+from transport.messages import REBALANCE_BOUNDS_MS, ExpertsReport, PartReport
+
+NAMES = {
+    "engine:up": ("gauge", ()),
+    "engine:ready": ("gauge", ()),
+    "engine:degraded": ("gauge", ()),
+    "engine:info": ("gauge", ("version", "model", "layout")),
+    "engine:eplb_balancedness": ("gauge", ("pool", "part")),
+    "engine:eplb_imbalance_max_layer": ("gauge", ("pool", "part")),
+    "engine:eplb_lost_seconds": ("counter", ("pool", "part")),
+    "engine:eplb_rebalancing": ("gauge", ("pool", "part")),
+    "engine:eplb_rebalance_events": ("counter", ("pool", "part", "result")),
+    "engine:eplb_moved_bytes": ("counter", ("pool", "part")),
+    "engine:eplb_moved_slots": ("counter", ("pool", "part")),
+    "engine:eplb_rebalance_seconds": ("histogram", ("pool", "part")),
+    "engine:eplb_predicted_gain_ratio": ("gauge", ("pool", "part")),
+    "engine:eplb_realised_gain_ratio": ("gauge", ("pool", "part")),
+    "engine:eplb_last_progress_timestamp_seconds": ("gauge", ("pool", "part")),
+}
+"""What is frozen: a removal or another label breaks somebody's board."""
+
+NOW = 1_795_983_569.5
+LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{([a-zA-Z_]\w*="([^"\\\n]|\\.)*",?)*\})? (\S+)')
+
+
+def text_of(*parts: PartReport, **status: object) -> str:
+    return metrics_text(make_status(**status), ExpertsReport(parts), NOW)
+
+
+ORDER = ("version", "model", "layout", "pool", "part", "group", "result", "le")
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of ORDER) -> value."""
+    return {
+        (sample.name, *(sample.labels[label] for label in ORDER if label in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+FULL = make_part(
+    history=(
+        make_past(3, "applied", after=1.9, realised=0.1, ended_ago_ms=9000),
+        make_past(18, "applied", after=1.4, realised=0.8),
+        make_past(19, "failed", ended_ago_ms=3000),
+    ),
+    applied=5, skipped=4, failed=2, rolled_back=1, moved_slots_total=70, moved_bytes_total=70 << 20, took_ms_total=4500,
+    took_counts=(1, 0, 2, *(0 for _ in REBALANCE_BOUNDS_MS[3:]), 1), progress_age_ms=2500, state="moving",
+)  # fmt: skip
+
+
+def test_names_types_and_labels_are_those_that_are_frozen() -> None:
+    found = {}
+    for family in text_string_to_metric_families(text_of(FULL)):
+        labels = {tuple(sorted(one.labels, key=ORDER.index)) for one in family.samples if "le" not in one.labels}
+        assert len(labels) == 1, family.name
+        found[family.name] = (family.type, labels.pop())
+        assert family.documentation
+    assert found == NAMES
+
+
+def test_the_text_keeps_to_the_format() -> None:
+    """As promtool does: help and type once before the samples, counters end in _total, histograms add up."""
+    told: dict[str, str] = {}
+    helped: set[str] = set()
+    text = text_of(FULL, make_part(part="draft"))
+    assert text.endswith("\n")
+    seen: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split()[2]
+            assert name not in helped
+            helped.add(name)
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            assert name in helped and name not in told
+            assert kind != "counter" or name.endswith("_total")
+            told[name] = kind
+        else:
+            match = LINE.fullmatch(line)
+            assert match is not None, line
+            family = re.sub(r"_(bucket|sum|count)$", "", match[1])
+            name = match[1] if match[1] in told else family
+            assert name in told and (told[name] == "histogram" or name == match[1]), line
+            float(match[5])
+            assert line.rsplit(" ", 1)[0] not in seen, "a series twice"
+            seen.add(line.rsplit(" ", 1)[0])
+    name = "engine:eplb_rebalance_seconds"
+    histogram = {key: value for key, value in samples(text).items() if key[0].startswith(name)}
+    buckets = [value for key, value in histogram.items() if key[0].endswith("_bucket") and key[2] == "main"]
+    assert buckets == sorted(buckets) and len(buckets) == len(REBALANCE_BOUNDS_MS) + 1
+    assert buckets[-1] == histogram[f"{name}_count", "decode", "main"] == 4
+
+
+def test_values_are_in_the_units_that_the_names_say() -> None:
+    found = samples(text_of(FULL, degraded=("a", "b")))
+    eplb = {key[0].removeprefix("engine:eplb_"): value for key, value in found.items() if key[1:] == ("decode", "main")}
+    assert eplb["balancedness"] == 0.5 and eplb["imbalance_max_layer"] == 2.5
+    assert eplb["lost_seconds_total"] == 2.5 and eplb["rebalancing"] == 1
+    assert eplb["moved_slots_total"] == 70 and eplb["moved_bytes_total"] == 70 << 20
+    assert eplb["rebalance_seconds_sum"] == 4.5
+    assert eplb["predicted_gain_ratio"] == pytest.approx(0.375) and eplb["realised_gain_ratio"] == pytest.approx(0.3)
+    assert eplb["last_progress_timestamp_seconds"] == NOW - 2.5
+    events = {key[3]: value for key, value in found.items() if key[0] == "engine:eplb_rebalance_events_total"}
+    assert events == {"applied": 5, "skipped": 4, "failed": 2, "rolled_back": 1}
+    bucket = "engine:eplb_rebalance_seconds_bucket"
+    assert [found[bucket, "decode", "main", le] for le in ("0.1", "0.5", "300", "+Inf")] == [1, 3, 3, 4]
+    assert found["engine:degraded",] == 2 and found["engine:ready",] == 1
+    assert found["engine:info", VERSION, "nano", "1xDEP1 prefill, 1xDEP4 decode"] == 1
+
+
+def test_what_nobody_knows_yet_is_absent() -> None:
+    fresh = samples(text_of(make_part(history=(make_past(1, "applied"),))))
+    assert ("engine:eplb_realised_gain_ratio", "decode", "main") not in fresh
+    assert fresh["engine:eplb_predicted_gain_ratio", "decode", "main"] == pytest.approx(0.375)
+    never = samples(text_of(make_part()))
+    assert ("engine:eplb_predicted_gain_ratio", "decode", "main") not in never
+    assert never["engine:eplb_rebalance_seconds_count", "decode", "main"] == 0
+
+
+def test_groups_are_told_apart_only_where_there_are_several() -> None:
+    one = samples(text_of(FULL, make_part(part="draft")))
+    assert {key[1:] for key in one if key[0] == "engine:eplb_rebalancing"} == {("decode", "main"), ("decode", "draft")}
+    two = samples(text_of(FULL, make_part(group=1, ranks=(5, 6, 7, 8))))
+    assert {key[1:] for key in two if key[0] == "engine:eplb_rebalancing"} == {
+        ("decode", "main", "0"),
+        ("decode", "main", "1"),
+    }
+
+
+def test_groups_of_one_have_no_eplb_metrics() -> None:
+    text = text_of(ready=False, reasons=("starting",))
+    assert "eplb" not in text and samples(text)["engine:ready",] == 0
+    assert 'layout="1xDEP1 prefill, 4xDEP1 decode"' in text
+
+
+def test_an_absent_engine_is_down_and_nothing_else() -> None:
+    assert samples(absence_text()) == {("engine:up",): 0}
+
+
+def test_the_number_of_series_does_not_grow_with_the_group() -> None:
+    small, large = text_of(make_part()), text_of(make_part(ranks=tuple(range(1, 5)), layers=61, experts=256))
+    assert small.count("\n") == large.count("\n")
+
+
+def test_labels_are_escaped() -> None:
+    assert 'model="/models/\\"odd\\"\\\\name"' in text_of(model='/models/"odd"\\name')
