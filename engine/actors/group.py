@@ -241,7 +241,7 @@ class Group:
 
     def _follow(self, part: PartBalance, act: Callable[[], list[Order]]) -> None:
         """Lets something happen to a part's migration, sends what that orders, and says what has changed."""
-        migration, epoch = part.migration, part.epoch
+        migration, epoch, was_planned = part.migration, part.epoch, part.is_planned
         orders = act()
         stage = None if part.migration is None else part.migration.stage
         for said in encode_orders(part.part, orders, stage, self._step_bytes[part.part]):
@@ -249,7 +249,7 @@ class Group:
         fields = {"pool": self.pool, "group": self.number, "part": part.info.name}
         if part.epoch != epoch:
             log_event(logger, "info", "rebalance.flip", **fields, epoch=part.epoch, by=part.runner)
-        if migration is not None and part.migration is None:
+        if migration is not None and part.migration is None and was_planned:
             entry = part.ledger.last
             assert entry is not None
             event = {"applied": "rebalance.done", "rolled_back": "rebalance.rollback"}.get(entry.result)
@@ -260,9 +260,14 @@ class Group:
             )  # fmt: skip
 
     def _settle(self) -> None:
-        """Names the next membership if one is needed and may be."""
+        """Names the next membership if one is needed and may be. With all ranks back, what was taken over for a lost
+        one is given back."""
         blocked = self.is_stopping or any(part.blocks_membership for part in self.parts)
         self._carry(self.roster.advance(self._place, blocked))
+        if self.roster.is_complete and not self.is_stopping:
+            generations = self.roster.generations
+            for part in self.parts:
+                self._follow(part, lambda part=part: part.give_back(generations, trio.current_time()))  # type: ignore[misc]
 
     def _place(self, living: frozenset[int]) -> tuple[PartPlacement, ...] | str:
         seats = []

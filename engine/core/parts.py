@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from engine.core.balance import Prices
 from engine.core.epochs import StagePhase
 from engine.core.group import PartPlacement
@@ -21,8 +23,9 @@ from engine.core.ledger import Entry, Ledger, max_over_mean, measure
 from engine.core.load import Loads, Skew
 from engine.core.measured import FAST_STEPS, Measured
 from engine.core.migrate import Migration, Order, Outcome
+from engine.core.moves import Stage
 from engine.core.orders import Word
-from engine.core.placement import Placement, lay_out
+from engine.core.placement import EMPTY, Placement, lay_out
 from engine.core.planning import PlannedMoves, PlanRequest
 from engine.core.seating import Seating
 from engine.core.topology import Topology
@@ -96,7 +99,7 @@ class PartBalance:
         self._next_epoch = FIRST_EPOCH + 1
         self._seating = Seating()
         self._entry: Entry | None = None
-        self._is_rollback = False
+        self._kind: Literal["plan", "rollback", "give back"] = "plan"
         self._landed: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------ loads
@@ -206,8 +209,25 @@ class PartBalance:
         self.migration = Migration(made.moves.stages, generations, self._next_epoch)
         self.runner, self.lives, self.progress_at = by, dict(generations), now
         self._landed.clear()
-        self._is_rollback = made.is_rollback
+        self._kind = "rollback" if made.is_rollback else "plan"
         self._entry = self.ledger.open(made.number, made.moves.plan.bill, by, reason, now)
+        return list(self.migration.start())
+
+    def give_back(self, generations: Mapping[int, int], now: float) -> list[Order]:
+        """With all ranks back: begins to empty the slots that were filled for a lost one. Nothing is copied for it,
+        and it stands in no history; `previous` stays. Nothing if there are none, or if something is under way."""
+        if self.migration is not None or self.planning_for:
+            return []
+        loans = self._seating.find_loans(self.placement)
+        if not loans:
+            return []
+        table = self.placement.table.copy()
+        table[tuple(np.array(loans).T)] = EMPTY
+        after = Placement(self.placement.layers, self.placement.experts, table)
+        self.migration = Migration((Stage(self.placement, (), after, loans),), generations, self._next_epoch)
+        self.runner, self.lives, self.progress_at = "the head", dict(generations), now
+        self._landed.clear()
+        self._kind = "give back"
         return list(self.migration.start())
 
     def hear(self, word: Word, place: int, generation: int, epoch: int, now: float) -> list[Order]:
@@ -230,7 +250,8 @@ class PartBalance:
         }
         orders = list(notes[word](place, generation, epoch))
         if migration.placement is not before:
-            self.previous = migration.previous
+            if self._kind != "give back":
+                self.previous = migration.previous
             self.placement, self.epoch = migration.placement, epoch
             self.version += 1
         if (migration.phase, migration.stages_done) != (phase, done):
@@ -298,12 +319,14 @@ class PartBalance:
         migration, entry = self.migration, self._entry
         if migration is None or migration.outcome is None:
             return
-        assert entry is not None
         self.migration, self._entry = None, None
         self._next_epoch = migration.next_epoch
-        self.progress_at = entry.ended_at = now
+        self.progress_at = now
+        if entry is None:
+            return  # slots were given back
+        entry.ended_at = now
         if migration.outcome is Outcome.DONE:
-            entry.result = "rolled_back" if self._is_rollback else "applied"
+            entry.result = "rolled_back" if self._kind == "rollback" else "applied"
             entry.measure_at_steps = self.measured.window.total_steps + int(FAST_STEPS)
         else:
             entry.result, entry.reason = "failed", migration.reason
@@ -312,7 +335,9 @@ class PartBalance:
     def describe_run(self) -> str:
         """Who moves what, for people."""
         migration = self._running()
-        what = "the way back" if self._is_rollback else f"plan {self._entry.plan if self._entry else 0}"
+        if self._entry is None:
+            return "slots that were filled for a lost rank are being given back"
+        what = "the way back" if self._kind == "rollback" else f"plan {self._entry.plan}"
         copied, total = self.count_copies()
         where = f"{migration.phase.value}, {copied} of {total} slots copied"
         return f"{what} of {self.runner} is being carried out ({where})"
@@ -323,6 +348,11 @@ class PartBalance:
             return 0, 0
         sizes = [len(stage.copies) for stage in self.migration.stages]
         return sum(sizes[: self.migration.stages_done]) + len(self._landed), sum(sizes)
+
+    @property
+    def is_planned(self) -> bool:
+        """The running migration follows a plan, so the history will say how it ended."""
+        return self._entry is not None
 
     @property
     def blocks_membership(self) -> bool:
@@ -344,7 +374,7 @@ class PartBalance:
 
     def take_seat(self, placement: Placement, living: frozenset[int]) -> None:
         """That membership was named: its placement is in force from here on."""
-        self._seating.note_named(self.placement, living)
+        self._seating.note_named(self.placement, placement, living)
         if placement != self.placement:
             self.placement = placement
             self.version += 1

@@ -1,5 +1,6 @@
-"""Which experts the members of a new membership hold: what they have, what a lost rank had, and its row for a rank that
-is back."""
+"""Which experts the members of a new membership hold: what they have, what a lost rank had, its row for a rank that is
+back. What they took over for a lost rank is a loan: with all ranks back it is given back, so that the spare slots are
+there for the next loss."""
 
 from __future__ import annotations
 
@@ -14,22 +15,38 @@ Row = npt.NDArray[np.int32]
 
 
 class Seating:
-    """The rows of one part's lost places, as they were."""
+    """The rows of one part's lost places, as they were, and what others took over from them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Row] = {}
+        self._taken: dict[tuple[int, int], int] = {}
 
     def seat(self, current: Placement, living: Collection[int], busy: Collection[tuple[int, int]]) -> Placement | int:
         """See `place_members`."""
         return place_members(current, living, self._kept, busy)
 
-    def note_named(self, current: Placement, living: Collection[int]) -> None:
-        """A membership without the other places follows `current`."""
+    def note_named(self, current: Placement, named: Placement, living: Collection[int]) -> None:
+        """A membership of these places with the placement `named` follows `current`."""
+        for place, slot in np.argwhere((current.table == EMPTY) & (named.table != EMPTY)).tolist():
+            if place not in self._kept:
+                self._taken[place, slot] = int(named.table[place, slot])
         for place in range(current.ranks):
             if place in living:
                 self._kept.pop(place, None)
             elif (current.table[place] != EMPTY).any():
                 self._kept[place] = current.table[place].copy()
+
+    def find_loans(self, current: Placement) -> tuple[tuple[int, int], ...]:
+        """(place, slot) of experts that were taken over and that another place holds too. Call it with all places
+        back; what it does not name, because it was moved meanwhile or is the only one, is no loan any more."""
+        counts = current.count_replicas().ravel()
+        loans = []
+        for (place, slot), key in sorted(self._taken.items()):
+            if current.table[place, slot] == key and counts[key] > 1:
+                counts[key] -= 1
+                loans.append((place, slot))
+        self._taken = {loan: self._taken[loan] for loan in loans}
+        return tuple(loans)
 
 
 def place_members(

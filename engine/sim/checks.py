@@ -44,7 +44,7 @@ CHECKERS: Final = {
     "leftover": "after the last answer all memory is free again, and all tables are empty",
     "one-run": "a seed gives one run (--check)",
 }
-LIVENESS: Final = frozenset({"liveness", "heartbeat"})
+LIVENESS: Final = frozenset({"liveness", "heartbeat", "group-liveness"})
 """Checkers whose finding means that something did not happen in time."""
 RESERVED_STATES = (PageState.GRANTED, PageState.QUARANTINED)
 

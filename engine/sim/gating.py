@@ -9,6 +9,7 @@ what ranks report is drawn for all rows since the last report at once.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import ExpertsConfig
-from engine.core.placement import Placement
+from engine.core.placement import EMPTY, Placement
 from transport.messages import PartInfo
 
 Floats = npt.NDArray[np.float64]
@@ -40,6 +41,7 @@ class ExpertShape:
         zipf: exponent of the popularity; 0 is even.
         drift_s, drift_share: so often, this share of a layer's experts change places in popularity. 0 s: never.
         flip_s: so often all orders of one domain are drawn anew, one domain after the other. 0: never.
+        wild_share: so many plans go to a placement drawn at random, whatever it brings; for moves of many stages.
         is_perfect: skew costs nothing, as under a perfect balancer; for comparison.
     """
 
@@ -64,6 +66,7 @@ class ExpertShape:
     drift_s: float = 1.0
     drift_share: float = 0.2
     flip_s: float = 0.0
+    wild_share: float = 0.0
     is_perfect: bool = False
 
     def parts(self, ranks: int) -> tuple[PartInfo, ...]:
@@ -156,6 +159,15 @@ def _cap(law: Floats, most: float) -> Floats:
         spare = 1.0 - most * over.sum()
         law = np.where(over, most, law * spare / law[~over].sum() if (~over).any() else most)
     return law
+
+
+def draw_placement(current: Placement, rng: random.Random) -> Placement:
+    """Any placement of the same experts in the same slots, with some replicas and some slots empty."""
+    keys = [*range(current.layers * current.experts)]
+    keys += rng.choices(keys, k=rng.randint(0, (current.table.size - len(keys)) // 2))
+    table = np.full(current.table.size, EMPTY, np.int32)
+    table[rng.sample(range(table.size), len(keys))] = keys
+    return Placement(current.layers, current.experts, table.reshape(current.table.shape))
 
 
 class PairCounter:

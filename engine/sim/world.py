@@ -25,7 +25,7 @@ from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
 from engine.sim.costs import FlatCosts
 from engine.sim.device import Costs, SimDevice, StepGroup
-from engine.sim.gating import ExpertShape
+from engine.sim.gating import ExpertShape, draw_placement
 from engine.sim.groups import Groups
 from engine.sim.handoffs import Handoff, KeepingFabric
 from engine.sim.seeded import EventClock
@@ -323,6 +323,7 @@ class World:
         self._names: dict[str, Life] = {}
         self._pairs: dict[str, tuple[Life, Life, FrameReader]] = {}
         self._num_cables = 0
+        self._plan_rng = random.Random(f"plans {extra_seed}")
         self._sums: dict[str, StreamSum] = {}
         self._requests = CableListener()
         self._send_signal, self._signals = trio.open_memory_channel[int](16)
@@ -371,6 +372,10 @@ class World:
     async def _plan(self, request: PlanRequest) -> PlannedMoves:
         """As the planner's process does it, in virtual time."""
         await self.clock.sleep_until(self.clock.now + PLAN_S)
+        experts = self.shape.experts
+        if experts is not None and request.target is None and self._plan_rng.random() < experts.wild_share:
+            target = draw_placement(request.current, self._plan_rng)
+            request = dataclasses.replace(request, target=target, why="drawn")
         try:
             return plan_moves(request)
         except ValueError as error:

@@ -17,7 +17,7 @@ from engine.core.membership import (
     ServeMembers,
 )
 from engine.core.placement import EMPTY, Placement
-from engine.core.seating import place_members
+from engine.core.seating import Seating, place_members
 from engine.errors import RemoteProtocolError
 from transport.messages import PartInfo
 
@@ -284,12 +284,30 @@ def test_stranded_experts_go_only_into_slots_that_are_truly_empty() -> None:
     assert place_members(current, {0}, {}, ()) == 2
 
 
-def test_a_rank_that_is_back_gets_its_row_and_what_others_took_over_stays_as_a_replica() -> None:
+def test_a_rank_that_is_back_gets_its_row_beside_what_others_took_over() -> None:
     current = Placement(1, 4, np.array([[0, 1, EMPTY], [2, 3, EMPTY], [0, 3, 1]], dtype=np.int32))
     lost = place_members(current, {0, 2}, {}, ())
     assert isinstance(lost, Placement) and lost.table.tolist() == [[0, 1, 2], [EMPTY] * 3, [0, 3, 1]]
     back = place_members(lost, {0, 1, 2}, {1: current.table[1]}, ())
     assert isinstance(back, Placement) and back.table.tolist() == [[0, 1, 2], [2, 3, EMPTY], [0, 3, 1]]
+
+
+def test_what_was_taken_over_is_a_loan_until_it_is_moved_or_the_only_one() -> None:
+    whole = Placement(1, 4, np.array([[0, EMPTY, EMPTY], [1, EMPTY, EMPTY], [2, 3, EMPTY]], dtype=np.int32))
+    seating = Seating()
+    everybody = {0, 1, 2}
+    lost = seating.seat(whole, {0, 1}, ())
+    assert isinstance(lost, Placement) and lost.table.tolist() == [[0, 2, EMPTY], [1, 3, EMPTY], [EMPTY] * 3]
+    seating.note_named(whole, lost, {0, 1})
+    back = seating.seat(lost, everybody, ())
+    assert isinstance(back, Placement) and back.table.tolist() == [[0, 2, EMPTY], [1, 3, EMPTY], [2, 3, EMPTY]]
+    seating.note_named(lost, back, everybody)
+    assert seating.find_loans(back) == ((0, 1), (1, 1)), "the row of the rank that is back is its own"
+    moved = Placement(1, 4, np.array([[0, 3, EMPTY], [1, 3, EMPTY], [2, EMPTY, EMPTY]], dtype=np.int32))
+    assert seating.find_loans(moved) == ((1, 1),)
+    only = Placement(1, 4, np.array([[0, EMPTY, EMPTY], [1, 3, EMPTY], [2, EMPTY, EMPTY]], dtype=np.int32))
+    assert seating.find_loans(only) == ()
+    assert seating.find_loans(moved) == (), "no loan once it was not"
 
 
 def test_a_rank_that_died_and_came_back_before_any_membership_keeps_its_row() -> None:

