@@ -18,7 +18,8 @@ from engine.core.switch import COPIES_RUNNING
 from engine.sim.violation import Violation
 
 if TYPE_CHECKING:
-    from engine.sim.group import Circle, Seat, SimGroup
+    from engine.sim.circle import Circle, Seat
+    from engine.sim.group import SimGroup
 
 Ints = npt.NDArray[np.int64]
 

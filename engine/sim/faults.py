@@ -34,6 +34,7 @@ KINDS: Final = {
     "push-after": "pushes fail and land all the same, later",
     "push-stuck": "a push never ends",
     "push-twice": "pushes land twice, the second time late, and are over only then",
+    "crash-flip": "kill -9 of a rank in the next step of its group that switches experts, or the one after it",
     "corrupt": "a bit of pushed bytes is wrong; for clusters with checksums",
     "hang-up": "a client's connection breaks",
     "leave": "a client goes away for good",
@@ -119,6 +120,8 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
     if kind == "crash":
         world.num_kills += 1
         process.kill()
+    elif kind == "crash-flip":
+        _arm(world, process, fault.pick)
     elif kind == "stop":
         process.stopped_until = ends_at
         if process.fabric is not None:
@@ -137,6 +140,19 @@ def hurt(world: World, requesters: list[Requester], fault: Fault) -> None:
             _pick(pairs, fault).cut()
     else:
         _hurt_device(world, process, kind, ends_at)
+
+
+def _arm(world: World, process: SimProcess, pick: float) -> None:
+    """The rank dies at the next flip of its group, if it lives then."""
+
+    def strike() -> None:
+        if process.is_alive:
+            world.num_kills += 1
+            world.disturb(process.life.rank, world.clock.now)
+            process.kill()
+
+    if world.groups is not None:
+        world.groups.arm(process.life.rank, pick, strike)
 
 
 def _hurt_device(world: World, process: SimProcess, kind: str, ends_at: float) -> None:
@@ -196,5 +212,3 @@ def _hold(end: CableEnd, until: float) -> None:
 
 def _pick(of: Sequence[T], fault: Fault) -> T:
     return of[int(fault.pick * len(of))]
-
-

@@ -167,7 +167,12 @@ def draw_placement(current: Placement, rng: random.Random) -> Placement:
     keys += rng.choices(keys, k=rng.randint(0, (current.table.size - len(keys)) // 2))
     table = np.full(current.table.size, EMPTY, np.int32)
     table[rng.sample(range(table.size), len(keys))] = keys
-    return Placement(current.layers, current.experts, table.reshape(current.table.shape))
+    rows = table.reshape(current.table.shape)
+    for rank in range(current.ranks):
+        # No rank holds an expert twice: nobody copies to itself.
+        _, first = np.unique(rows[rank], return_index=True)
+        rows[rank, np.setdiff1d(np.arange(current.slots), first)] = EMPTY
+    return Placement(current.layers, current.experts, rows)
 
 
 class PairCounter:

@@ -10,10 +10,11 @@ import numpy as np
 
 from engine.config import ClusterConfig
 from engine.sim.checks import Life
+from engine.sim.circle import GroupRules, Seat
 from engine.sim.device import SimDevice
 from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate
-from engine.sim.group import GroupRules, Seat, SimGroup
+from engine.sim.group import SimGroup
 from engine.sim.seeded import EventClock
 from transport.memory_fabric import MemoryFabric, MemoryTransfer
 
@@ -72,6 +73,12 @@ class Groups:
         parts = self.shape.parts(size)
         seat = self._seats[life.name] = Seat(group, device, life.rank, life.generation, parts)
         device.take_place(seat, f"mesh of {life.name}", parts)
+
+    def arm(self, rank: int, pick: float, strike: Callable[[], None]) -> None:
+        """`strike` is called in the middle of the next step of this rank's group that agrees on a flip, or of the first
+        one after the flip; `pick` says which, and when."""
+        if rank in self._rank_to_group:
+            self._rank_to_group[rank].armed = (pick, strike)
 
     def weigh(self, fabric: MemoryFabric, transfer: MemoryTransfer) -> float:
         """`MemoryWorld.weigh`: bytes on the wire; sees each copy begin."""

@@ -16,8 +16,8 @@ from engine.core.decode import DecodeSide
 from engine.core.prefill import PrefillSide
 from engine.sim import seeded
 from engine.sim.checks import Auditor
+from engine.sim.circle import GroupMeters
 from engine.sim.faults import draw_faults, run_faults
-from engine.sim.group import GroupMeters
 from engine.sim.operators import draw_acts, rest, run_operators
 from engine.sim.scenario import Scenario
 from engine.sim.seeded import EventClock

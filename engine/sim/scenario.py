@@ -23,7 +23,7 @@ from engine.sim.world import WorldShape
 DIRECTORY: Final = Path(__file__).parent / "scenarios"
 EXTRA_KINDS: Final = ("cut-pair", "push-twice")
 """Of a seed, by a generator of their own that came later: so the draws of all others stayed what they were."""
-DRAWN_KINDS: Final = tuple(kind for kind in KINDS if kind not in (*EXTRA_KINDS, "corrupt"))
+DRAWN_KINDS: Final = tuple(kind for kind in KINDS if kind not in (*EXTRA_KINDS, "corrupt", "crash-flip"))
 """Of a seed. A new kind here makes other runs of all seeds, those of tests/sim/seeds.txt too."""
 FAULTS_S: Final = 12.0
 """How long a small world is hurt."""
@@ -185,6 +185,8 @@ def load_scenario(name: str, seed: int) -> Scenario:
     swarm = _fill({}, Swarm, table.pop("swarm", {}), "swarm")
     if "corrupt" in swarm.kinds and not shape.checksums:
         raise ConfigError("[swarm] kinds: 'corrupt' needs checksums = true in [cluster]; nothing else finds it")
+    if "crash-flip" in swarm.kinds and experts is None:
+        raise ConfigError("[swarm] kinds: 'crash-flip' is for clusters with [experts]")
     unknown_kinds = [kind for kind in swarm.kinds if kind not in KINDS]
     if unknown_kinds:
         raise ConfigError(f"[swarm] kinds: {unknown_kinds[0]!r} is none of {', '.join(KINDS)}")

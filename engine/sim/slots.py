@@ -23,8 +23,8 @@ from transport.fabric import BlockRun
 from transport.messages import PartInfo
 
 if TYPE_CHECKING:
+    from engine.sim.circle import Seat
     from engine.sim.expertchecks import ExpertAuditor
-    from engine.sim.group import Seat
 
 _SLOT = np.dtype([("part", "<i4"), ("key", "<i4"), ("seal", "<u8")])
 _NOTHING = -7

@@ -17,12 +17,12 @@ from engine.core import switch
 from engine.core.effects import FreeSlots, SetReady, StartCopy
 from engine.core.epochs import RANK, Action, RankEvent, RankPhase
 from engine.core.experts import ExpertSide
-from engine.core.moves import Pacer
 from engine.core.pact import Agreement, agree
 from engine.core.parking import Parking
 from engine.core.parts import PartBalance
 from engine.core.tables import Transition
-from engine.sim.group import Circle, Seat, SimGroup
+from engine.sim.circle import Circle, Seat
+from engine.sim.group import SimGroup
 from engine.sim.play import play
 from engine.sim.scenario import load_scenario
 from engine.sim.slots import SimExperts
@@ -111,7 +111,7 @@ def ready_before_the_copies_landed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(switch.Switch, "on_prepare", prepare)
 
 
-@bug("table-epoch", "expert-slot", "protocol", seeds=60)
+@bug("slot-live", "table-epoch", "expert-slot", "protocol", seeds=20)
 def burned_without_withdrawal(patch: pytest.MonkeyPatch) -> None:
     """A rank that is ready says at once that it is not, and its word in the pact stays."""
     said = Transition(RankPhase.WITHDRAWN, (Action.TELL_WITHDRAWN,))
@@ -119,7 +119,7 @@ def burned_without_withdrawal(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(RANK, (RankPhase.CUT, RankEvent.WITHDRAW), said)
 
 
-@bug("group-liveness", seeds=20)
+@bug("group-liveness", seeds=20, first=3)
 def ranks_disagree_on_the_park(patch: pytest.MonkeyPatch) -> None:
     """One rank parks as soon as it has been idle for long enough itself."""
     original = SimGroup._finish
@@ -144,22 +144,7 @@ def old_slots_are_freed_before_the_flip(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(switch.Switch, "_act", act)
 
 
-@bug("slot-late", "slot-live", "expert-slot", seeds=60)
-def failed_copy_believed_to_be_over(patch: pytest.MonkeyPatch) -> None:
-    original = switch.Switch.on_copy_failed
-
-    def failed(self: switch.Switch, order: Any, why: str, *, never_ran: bool) -> None:
-        original(self, order, why, never_ran=True)
-
-    patch.setattr(switch.Switch, "on_copy_failed", failed)
-
-
-@bug("flip-step", "table-epoch", "expert-slot", "protocol", seeds=60)
-def membership_named_while_a_fate_is_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PartBalance, "blocks_membership", property(lambda self: False))
-
-
-@bug("slot-live", seeds=60)
+@bug("slot-live", seeds=60, first=6)
 def experts_loaded_where_copies_may_land(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PartBalance, "_busy_slots", lambda self: frozenset())
 
@@ -176,24 +161,14 @@ def padded_rows_of_idle_ranks_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimGroup, "_finish", finish)
 
 
-@bug("copies", seeds=20)
-def copies_are_not_paced(patch: pytest.MonkeyPatch) -> None:
-    original = Pacer.__init__
-
-    def build(self: Pacer, copies: Any, slot_bytes: int, step_bytes: int, far_copies: int) -> None:
-        original(self, copies, slot_bytes, 1 << 40, 1 << 20)
-
-    patch.setattr(Pacer, "__init__", build)
-
-
-@bug("group-liveness", seeds=20)
+@bug("group-liveness", "liveness", seeds=20, first=5)
 def parked_group_is_not_woken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Parking, "note_rows", lambda self, step: None)
 
 
 @bug("group-liveness", seeds=20)
 def parked_group_is_not_woken_for_a_flip(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExpertSide, "_has_reason", lambda self: self._draining)
+    patch.setattr(ExpertSide, "_has_reason", lambda self: self._draining or bool(self._joining))
 
 
 @pytest.mark.parametrize("name", BUGS)
