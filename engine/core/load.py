@@ -64,7 +64,7 @@ class LoadWindow:
     """
 
     def __init__(
-        self, layers: int, experts: int, *, fast_steps: float = 256.0, slow_steps: float = 4096.0, drift: float = 0.1
+        self, layers: int, experts: int, *, fast_steps: float = 256.0, slow_steps: float = 4096.0, drift: float = 0.04
     ) -> None:
         if not 0 < fast_steps <= slow_steps:
             raise ValueError(f"half-lives of {fast_steps} (fast) and {slow_steps} (slow) steps: fast comes first")
