@@ -426,11 +426,17 @@ def test_ctrl_c_ends_the_watch_and_not_the_move(head):
     process = subprocess.Popen(
         [*ENGINE, "apply", "--yes", "--dir", head.directory], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(),
+        # A shell that runs tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert process.stderr is not None
-    assert [process.stderr.readline() for _ in range(2)][1].startswith("moving 1 of 3")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    try:
+        assert process.stderr is not None
+        assert [process.stderr.readline() for _ in range(2)][1].startswith("moving 1 of 3")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130 and "plan 18 goes on without a watcher" in err and "Traceback" not in err
 
 
