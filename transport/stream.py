@@ -243,7 +243,8 @@ class FrameStream:
                 break
             count -= head.nbytes
             self._out.popleft()
-        self._room.unpark_all()
+        if self._room:
+            self._room.unpark_all()
 
     def _break(self, why: str) -> None:
         if self._broken is None:

@@ -1,7 +1,7 @@
 """HeadClient: the requester's side of the head's request socket.
 
-Requests are rows of a table, never tasks: one task (`run_head_client`) reads frames and hands the columns of each to
-the rows. A row keeps the prompt's ids and every id generated so far until it ends, so the requester can submit it
+Requests are rows of a table, never tasks: one task (`run_head_client`) reads frames and hands their columns to the
+table of rows. A row keeps the prompt's ids and every id generated so far until it ends, so the requester can submit it
 again after a lost rank, a lost head or a stall: prompt and generated ids under the next attempt number. Frames of
 earlier attempts are dropped, and a token that is not the next one of its row is a protocol error, so nothing is
 repeated and nothing is missing.
@@ -16,10 +16,11 @@ import collections
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import trio
 
+from engine.actors.unanswered import Unanswered
 from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
 from transport import messages
 from transport.messages import HeadHello, RequestFailed, RequestFinished, RequestStarted, Sampling
@@ -50,6 +51,7 @@ class Row:
         attempt: submissions so far.
         submitted_at, first_token_at, last_token_at: trio times of the latest submission and of tokens; 0.0 before.
         order: place of the latest submission among all submissions of the connection.
+        place: in the table of the latest connection, see `Unanswered`; -1 before.
         started: the engine's account of the latest attempt that got so far; there once a token is.
     """
 
@@ -64,6 +66,7 @@ class Row:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     order: int = 0
+    place: int = -1
     started: RequestStarted | None = None
 
     @property
@@ -80,7 +83,10 @@ class RequestSink(Protocol):
     """Whoever is told what becomes of rows. Called from the reading task; must not block."""
 
     def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """The last `counts[i]` ids of `rows[i].generated` are new. What comes together is told together."""
+        """The last `counts[i]` ids of `rows[i].generated` are new. What comes together is told together.
+
+        `rows` may be a `Came`: a row in it is up to date only once it was looked at, there or as `unfinished` has it.
+        """
         ...
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:
@@ -105,7 +111,8 @@ class HeadClient:
         self.hello: HeadHello
         self._frames = frames
         self._sink = sink
-        self._rows: dict[int, Row] = {}
+        self._table = Unanswered()
+        self._rows = self._table.rows
         self._numbers = 0
         self._cancels: collections.deque[int] = collections.deque()
         # Tokens that the sink has not heard of yet: rows, how many for each, and numbers of the rows' requests.
@@ -120,7 +127,10 @@ class HeadClient:
 
     def unfinished(self) -> list[Row]:
         """The rows in the table, in the order in which they were submitted first."""
-        return list(self._rows.values())
+        rows = list(self._rows.values())
+        for row in rows:
+            self._table.refresh(row)
+        return rows
 
     def holds(self, row: Row) -> bool:
         """Whether the row is in the table: submitted here and not answered."""
@@ -151,7 +161,7 @@ class HeadClient:
         self._numbers = number
         row.request, row.attempt, row.order = number, row.attempt + 1, number
         row.submitted_at = trio.current_time()
-        self._rows[number] = row
+        self._table.add(row)
         return number
 
     def cancel(self, row: Row) -> None:
@@ -180,7 +190,7 @@ class HeadClient:
 
     def abandon(self, row: Row) -> None:
         """Takes a row out of the table whose cancellation was never answered. What still comes for it is dropped."""
-        del self._rows[row.request]
+        self._table.remove(row)
 
     def close(self) -> None:
         """Takes no more submissions; what is queued is flushed, then the connection ends."""
@@ -189,22 +199,25 @@ class HeadClient:
     def handle(self, batch: list[Frame]) -> None:
         """Takes a batch of frames from the head, in order. The sink hears of tokens once for many frames."""
         self.flush()
-        try:
-            for frame in batch:
-                if not isinstance(frame.message, messages.TokensEmitted):
-                    self._tell_tokens()
-                self._take(frame)
-        finally:
-            self._tell_tokens()
+        tokens: list[Frame] = []
+        for frame in batch:
+            if isinstance(frame.message, messages.TokensEmitted):
+                tokens.append(frame)
+                continue
+            if tokens:
+                self._take_tokens(tokens)
+                tokens = []
+            self._take(frame)
+        if tokens:
+            self._take_tokens(tokens)
 
     def _take(self, frame: Frame) -> None:
         match frame.message:
-            case messages.TokensEmitted() as fact:
-                self._take_tokens(fact, frame.blob)
             case RequestStarted() as fact:
                 row = self._find_row(fact.request, fact.attempt)
                 if row is not None:
                     row.started = fact
+                    self._table.start(row)
             case RequestFinished() as fact:
                 row = self._take_row(fact.request, fact.attempt)
                 if row is not None:
@@ -225,7 +238,9 @@ class HeadClient:
 
     def _take_row(self, request: int, attempt: int) -> Row | None:
         row = self._find_row(request, attempt)
-        return None if row is None else self._rows.pop(request)
+        if row is not None:
+            self._table.remove(row)
+        return row
 
     def _find_row(self, request: int, attempt: int) -> Row | None:
         row = self._rows.get(request)
@@ -242,12 +257,22 @@ class HeadClient:
                 f"the head speaks of request {request}; the last one submitted is {self._numbers}"
             )
 
-    def _take_tokens(self, fact: messages.TokensEmitted, blob: memoryview) -> None:
+    def _take_tokens(self, frames: list[Frame]) -> None:
+        """Takes frames of tokens, as columns where all is as it should be, else row by row."""
+        for frame in frames:
+            _check_layout(frame)
+        came = self._table.take(frames, trio.current_time())
+        if came is not None:
+            self._sink.tokens_came(came, [1] * len(came))
+            return
+        try:
+            for frame in frames:
+                self._take_rows(cast(messages.TokensEmitted, frame.message), frame.blob)
+        finally:
+            self._tell_tokens()
+
+    def _take_rows(self, fact: messages.TokensEmitted, blob: memoryview) -> None:
         rows, tokens = fact.num_rows, fact.num_tokens
-        if blob.nbytes != 20 * rows + 4 * tokens:
-            raise RemoteProtocolError(
-                f"TokensEmitted of {rows} rows and {tokens} tokens has {blob.nbytes} bytes of blob"
-            )
         requests = blob[: 8 * rows].cast("q").tolist()
         attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i").tolist() for at in (8, 12, 16))
         ids = blob[20 * rows :].cast("i").tolist()
@@ -264,6 +289,7 @@ class HeadClient:
             if row is None:
                 self._check_issued(request)
                 continue
+            self._table.refresh(row)
             generated, started = row.generated, row.started
             if attempt != row.attempt:
                 raise RemoteProtocolError(f"request {request} is at attempt {row.attempt}, tokens say {attempt}")
@@ -277,9 +303,7 @@ class HeadClient:
                 generated.append(ids[first])
             else:
                 generated.extend(ids[first:place])
-            if not row.first_token_at:
-                row.first_token_at = now
-            row.last_token_at = now
+            self._table.note(row, now)
             came.append(row)
             amounts.append(count)
 
@@ -349,6 +373,15 @@ async def run_head_client(
             nursery.cancel_scope.cancel()
         if late:
             raise late[0]
+
+
+def _check_layout(frame: Frame) -> None:
+    fact = frame.message
+    assert isinstance(fact, messages.TokensEmitted)
+    if frame.blob.nbytes != 20 * fact.num_rows + 4 * fact.num_tokens:
+        raise RemoteProtocolError(
+            f"TokensEmitted of {fact.num_rows} rows and {fact.num_tokens} tokens has {frame.blob.nbytes} bytes of blob"
+        )
 
 
 def _check_hello(frame: Frame) -> HeadHello:

@@ -171,7 +171,8 @@ class Inbox:
     def take(self) -> list[Fact]:
         """All facts, in order of arrival."""
         facts, self._facts = self._facts, []
-        self._room.unpark_all()
+        if self._room:
+            self._room.unpark_all()
         return facts
 
     async def wait(self, due: float = math.inf) -> None:

@@ -116,7 +116,8 @@ class Tickets:
 
     def put(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
-        self._news.unpark_all()
+        if self._news:
+            self._news.unpark_all()
 
     async def wait(self) -> Ticket:
         """The oldest; a checkpoint only where there is none yet."""

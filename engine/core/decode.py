@@ -295,8 +295,9 @@ class DecodeSide:
     @property
     def is_drained(self) -> bool:
         """Every request is answered and no step names memory; what is in quarantine ends with this process."""
-        answered = all(sequence.phase is DecodePhase.QUARANTINED for sequence in self.sequences.values())
-        return self.draining and answered and not self._held
+        if not self.draining or self._held:
+            return False
+        return all(sequence.phase is DecodePhase.QUARANTINED for sequence in self.sequences.values())
 
     def gauges(self) -> Gauges:
         pages = self.arena.pages

@@ -1,8 +1,8 @@
 """Running: the sequences that generate, as columns, so that a step costs array operations and not work for each token.
 
-Every running sequence has a slot; `planned`, `count` and `token` are columns by slot. A step takes the first rows in
-order of arrival that are not planned to their end (the *roster*), and the roster stays the same object until a sequence
-comes, goes, is planned to its end, or leaves its `min_tokens` behind.
+Every running sequence has a slot; `planned`, `count`, `token` and what a row says of it are columns by slot. A step
+takes the first rows in order of arrival that are not planned to their end (the *roster*), and the roster stays the same
+object until a sequence comes, goes, is planned to its end, or leaves its `min_tokens` behind.
 
 Two rules are kept here. A slot is free only when no submitted step names it: a sequence that left while steps were
 under way keeps its slot, and `count` of that slot counts them off like those of the living. And what steps have yet to
@@ -77,6 +77,11 @@ class Running:
         self._planned = np.zeros(_FIRST_SLOTS, np.int64)
         self._count = np.zeros(_FIRST_SLOTS, np.int64)
         self._token = np.zeros(_FIRST_SLOTS, np.int64)
+        self._limit = np.zeros(_FIRST_SLOTS, np.int64)
+        self._request = np.zeros(_FIRST_SLOTS, np.int64)
+        self._attempt = np.zeros(_FIRST_SLOTS, np.int32)
+        self._slab = np.zeros(_FIRST_SLOTS, np.int64)
+        self._base = np.zeros(_FIRST_SLOTS, np.int64)
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._fresh: set[int] = set()
@@ -90,6 +95,9 @@ class Running:
         slot = sequence.slot = self._free.pop()
         self._planned[slot] = self._count[slot] = sequence.count
         self._token[slot] = sequence.next_token
+        self._limit[slot], self._slab[slot] = sequence.limit, sequence.slab
+        self._request[slot], self._attempt[slot] = sequence.key
+        self._base[slot] = sequence.prompt_tokens - 1
         if len(sequence.pages) > self._tables.shape[1]:
             more = max(len(sequence.pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
             self._tables = np.pad(self._tables, ((0, 0), (0, more)))
@@ -181,43 +189,38 @@ class Running:
         return True
 
     def _line_up(self, most: int) -> Lineup:
-        slots = np.array([sequence.slot for sequence in self.sequences.values()], np.int64)
-        limits = np.array([sequence.limit for sequence in self.sequences.values()], np.int64)
-        first = np.flatnonzero(self._planned[slots] < limits)[:most]
-        slots, limits = slots[first], limits[first]
         everyone = list(self.sequences.values())
-        sequences = tuple(everyone[row] for row in first.tolist())
+        slots = np.array([sequence.slot for sequence in everyone], np.int64)
+        first = np.flatnonzero(self._planned[slots] < self._limit[slots])[:most]
+        slots = slots[first]
+        sequences = tuple([everyone[row] for row in first.tolist()])
         for sequence, planned in zip(sequences, self._planned[slots].tolist(), strict=True):
             if sequence.sampling.min_tokens:
                 sequence.sampling = sampling_at(sequence.sampling, planned)
-        pages = tuple(sequence.pages for sequence in sequences)
+        pages = tuple([sequence.pages for sequence in sequences])
+        sampling = tuple([sequence.sampling for sequence in sequences])
         roster = Roster(
-            requests=np.array([sequence.key[0] for sequence in sequences], np.int64),
-            slabs=np.array([sequence.slab for sequence in sequences], np.int64),
+            requests=self._request[slots],
+            slabs=self._slab[slots],
             pages=pages,
-            sampling=tuple(sequence.sampling for sequence in sequences),
+            sampling=sampling,
             tables=self._tables[slots, : max(map(len, pages), default=0)],
         )
-        may_stop = np.array([bool(sequence.sampling.stop_ids) for sequence in sequences])
+        may_stop = np.array([bool(each.stop_ids) for each in sampling])
         return Lineup(
             slots=slots,
             roster=roster,
             sequences=sequences,
-            attempts=np.array([sequence.key[1] for sequence in sequences], np.int32),
-            bases=np.array([sequence.prompt_tokens - 1 for sequence in sequences], np.int64),
-            limits=limits,
+            attempts=self._attempt[slots],
+            bases=self._base[slots],
+            limits=self._limit[slots],
             may_stop=may_stop if may_stop.any() else None,
-            minima=tuple(
-                (row, sequence.sampling.min_tokens)
-                for row, sequence in enumerate(sequences)
-                if sequence.sampling.min_tokens
-            ),
+            minima=tuple([(row, each.min_tokens) for row, each in enumerate(sampling) if each.min_tokens]),
         )
 
     def _grow_slots(self) -> None:
         old = len(self._planned)
-        self._planned, self._count, self._token = (
-            np.pad(column, (0, old)) for column in (self._planned, self._count, self._token)
-        )
+        for name in ("planned", "count", "token", "limit", "request", "attempt", "slab", "base"):
+            setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))
         self._free.extend(range(2 * old - 1, old - 1, -1))

@@ -10,9 +10,11 @@ writes when it ends: as late as a real one might.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import ctypes
 import dataclasses
+import itertools
 import math
 import struct
 from array import array
@@ -139,6 +141,9 @@ class SimDevice:
         self._slabs_at = num_pages * _PAGE.size
         self._page_tags = np.frombuffer(self._bytes, _PAGES, num_pages)
         self._slab_tags = np.frombuffer(self._bytes, _SLABS, num_slabs, self._slabs_at)
+        # The same as numbers: those are joined without a look at the fields.
+        self._page_words = self._page_tags.view(np.int64).reshape(-1, _PAGE.size // 8)
+        self._slab_words = self._slab_tags.view(np.int64).reshape(-1, _SLAB.size // 8)
         self._cast = _Cast(None)
         self._free_at = 0.0
         self._why_dead = ""
@@ -261,17 +266,24 @@ class SimDevice:
 
     # ------------------------------------------------------------ the "model"
 
-    def finish_first(self, group: GroupStep | None = None) -> None:
-        """The oldest step in the queue is over: computes it. `group`: the step of its group."""
+    def finish_first(self, group: GroupStep | None = None, drawn: Sequence[int] | None = None) -> None:
+        """The oldest step in the queue is over: computes it.
+
+        Args:
+            group: the step of its group.
+            drawn: what `run_together` made of it.
+        """
         ticket = self.queue.popleft()
-        fails = self.fail_at_step and ticket.step >= self.fail_at_step
-        why = "failed, as asked" if fails else self._find_fault(ticket.plan)
+        why = None if drawn is not None else self._why_fails(ticket)
         if why is None and not self._why_dead:
             plan = ticket.plan
-            chunks = tuple(self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True))
-            rows: Sequence[int] = ()
-            if plan.rows:
-                rows = [self._run_row(row) for row in plan.rows] if self._reads_all else self._run_rows(plan.columns)
+            chunks = tuple([self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True)])
+            rows: Sequence[int] = () if drawn is None else drawn
+            if plan.rows and drawn is None:
+                if self._reads_all:
+                    rows = [self._run_row(row) for row in plan.rows]
+                else:
+                    rows = _run_rows([(self, plan.columns)])[0]
             ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group)
             if not plan.is_empty:
                 self.num_steps += 1
@@ -280,6 +292,18 @@ class SimDevice:
             self._why_dead = self._why_dead or f"step {ticket.step} failed on the device: {why}"
             ticket.error = DeviceError(f"step {ticket.step}: {self._why_dead}")
         ticket.lot.unpark_all()
+
+    @property
+    def runs_together(self) -> bool:
+        """Its oldest step is rows alone, all right, and read as columns: `run_together` may compute it."""
+        if self._reads_all or self._why_dead or not self.queue:
+            return False
+        ticket = self.queue[0]
+        return bool(ticket.plan.rows) and not ticket.plan.chunks and self._why_fails(ticket) is None
+
+    def _why_fails(self, ticket: SimTicket) -> str | None:
+        fails = self.fail_at_step and ticket.step >= self.fail_at_step
+        return "failed, as asked" if fails else self._find_fault(ticket.plan)
 
     def _find_fault(self, plan: StepPlan) -> str | None:
         """What a real device could not compute."""
@@ -340,45 +364,28 @@ class SimDevice:
         self._write_slab(row.slab, request, position + 1, sampled, grown)
         return sampled
 
-    def _run_rows(self, rows: DecodeRows) -> Sequence[int]:
-        """The same as columns. A row that does not look right goes to `_run_row`, which says what it is."""
-        roster, positions, tokens = rows.roster, rows.positions, rows.tokens
+    def keep_cast(self, roster: Roster) -> _Cast:
+        """What it keeps of this roster."""
         if self._cast.roster is not roster:
             self._cast = _Cast(roster)
-        cast, requests = self._cast, roster.requests
-        slabs = self._slab_tags[roster.slabs]
-        chain, last = slabs["chain"], slabs["last"]
-        index, offset = np.divmod(positions, self.info.page_tokens)
-        ids = roster.tables[cast.lines, index]
-        pages = self._page_tags[ids]
-        for at in np.flatnonzero(offset == 0).tolist():
-            self._read_history(rows[at], int(chain[at]))
-            pages[at] = (requests[at], index[at], 0, chain[at], chain[at])
-        is_wrong = (
-            (pages["request"] != requests)
-            | (pages["index"] != index)
-            | (pages["filled"] != offset)
-            | (pages["after"] != chain)
-            | (slabs["request"] != requests)
-            | (slabs["length"] != positions)
-            | ((tokens != last) & (tokens >= 0))
+        return self._cast
+
+    def _check_history(self, rows: DecodeRows, at: int, index: int, chain: int) -> None:
+        """`_read_history` of a row that begins page `index`, as columns."""
+        if not index:
+            self._read_history(rows[at], chain)
+            return
+        tags = self._page_tags[rows.roster.tables[at, :index]]
+        after = tags["after"]
+        is_right = (
+            (tags["request"] == rows.roster.requests[at])
+            & (tags["index"] == np.arange(index))
+            & (tags["filled"] == self.info.page_tokens)
         )
-        if is_wrong.any():
-            row = rows[int(is_wrong.argmax())]
-            self._run_row(row)
-            raise AssertionError(f"{row} looks wrong, and is not")
-        grown = append_chains(chain, last.view(np.uint32))
-        drawn = draw_many(grown, cast.mixes, self.info.vocab_size, self._eos_share)
-        for at in cast.masked:
-            drawn[at] = draw(int(grown[at]), roster.sampling[at], self.info.vocab_size, self._eos_share)
-        pages["filled"] += 1
-        pages["after"] = grown
-        self._page_tags[ids] = pages
-        slabs["length"] += 1
-        slabs["last"] = drawn
-        slabs["chain"] = grown
-        self._slab_tags[roster.slabs] = slabs
-        return array("i", drawn.tobytes())
+        is_right[1:] &= tags["before"][1:] == after[:-1]
+        if tags["before"][0] or after[-1] != chain or not is_right.all():
+            self._read_history(rows[at], chain)
+            raise AssertionError(f"the history of {rows[at]} looks wrong, and is not")
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
         """All pages of a row that begins one: an unbroken chain, which ends at the slab's checksum."""
@@ -410,6 +417,73 @@ class SimDevice:
 
     def _write_slab(self, slab: int, request: int, length: int, last: int, chain: int) -> None:
         _SLAB.pack_into(self._bytes, self._slabs_at + slab * _SLAB.size, request, length, last, chain, 0)
+
+
+def run_together(devices: Sequence[SimDevice]) -> list[Sequence[int]]:
+    """Computes the oldest step of each, for its `finish_first`; all of them `runs_together`, and are of one make."""
+    return _run_rows([(device, device.queue[0].plan.columns) for device in devices])
+
+
+def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[int]]:
+    """`_run_row` for all rows of all steps, as columns: what one call costs does not depend on how many there are.
+
+    A row that does not look right goes to `_run_row`, which says what it is.
+    """
+    first = steps[0][0]
+    vocab_size, eos_share = first.info.vocab_size, first._eos_share
+    casts = [device.keep_cast(rows.roster) for device, rows in steps]
+    bounds = [0, *itertools.accumulate(len(rows) for _, rows in steps)]
+    spans = list(itertools.pairwise(bounds))
+    requests = _join([rows.roster.requests for _, rows in steps])
+    positions = _join([rows.positions for _, rows in steps])
+    tokens = _join([rows.tokens for _, rows in steps])
+    slabs = _join([device._slab_words[rows.roster.slabs] for device, rows in steps]).view(_SLABS)[:, 0]
+    index, offset = np.divmod(positions, first.info.page_tokens)
+    ids = [
+        rows.roster.tables[cast.lines, index[start:end]]
+        for (_, rows), cast, (start, end) in zip(steps, casts, spans, strict=True)
+    ]
+    pages = _join([device._page_words[units] for (device, _), units in zip(steps, ids, strict=True)]).view(_PAGES)[:, 0]
+    chain, last = slabs["chain"], slabs["last"]
+    for at in np.flatnonzero(offset == 0).tolist():
+        step = bisect.bisect_right(bounds, at) - 1
+        steps[step][0]._check_history(steps[step][1], at - bounds[step], int(index[at]), int(chain[at]))
+        pages[at] = (requests[at], index[at], 0, chain[at], chain[at])
+    is_wrong = (
+        (pages["request"] != requests)
+        | (pages["index"] != index)
+        | (pages["filled"] != offset)
+        | (pages["after"] != chain)
+        | (slabs["request"] != requests)
+        | (slabs["length"] != positions)
+        | ((tokens != last) & (tokens >= 0))
+    )
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        step = bisect.bisect_right(bounds, at) - 1
+        row = steps[step][1][at - bounds[step]]
+        steps[step][0]._run_row(row)
+        raise AssertionError(f"{row} looks wrong, and is not")
+    grown = append_chains(chain, last.view(np.uint32))
+    drawn = draw_many(grown, _join([cast.mixes for cast in casts]), vocab_size, eos_share)
+    for (_, rows), cast, (start, _) in zip(steps, casts, spans, strict=True):
+        for at in cast.masked:
+            drawn[start + at] = draw(int(grown[start + at]), rows.roster.sampling[at], vocab_size, eos_share)
+    pages["filled"] += 1
+    pages["after"] = grown
+    slabs["length"] += 1
+    slabs["last"] = drawn
+    slabs["chain"] = grown
+    told: list[Sequence[int]] = []
+    for (device, rows), units, (start, end) in zip(steps, ids, spans, strict=True):
+        device._page_tags[units] = pages[start:end]
+        device._slab_tags[rows.roster.slabs] = slabs[start:end]
+        told.append(array("i", drawn[start:end].tobytes()))
+    return told
+
+
+def _join(columns: list[np.ndarray]) -> np.ndarray:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def open_sim_device(config: RankConfig, report: Callable[[str, int, int, str], None]) -> SimDevice:

@@ -18,6 +18,7 @@ from engine.core.pact import Agreement, GroupStep, Words, agree
 from engine.core.plan import StepPlan
 from engine.errors import DeviceError, GroupBroken
 from engine.sim.circle import Circle, GroupMeters, GroupRules, Seat
+from engine.sim.device import run_together
 from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
 
@@ -240,7 +241,10 @@ class SimGroup:
         self.meters.idle_steps += all(seat.words is not None and not seat.words.rows for seat in seats)
         self.meters.flips += agreed.active != circle.active
         circle.step, circle.active = circle.step + 1, agreed.active
-        failed = [seat for seat in seats if not self._finish(seat, done, agreed)]
+        together = [seat for seat in seats if seat.device.runs_together]
+        rows = run_together([seat.device for seat in together]) if together else []
+        drawn = dict(zip(together, rows, strict=True))
+        failed = [seat for seat in seats if not self._finish(seat, done, agreed, drawn.get(seat))]
         for seat in failed:
             self.leave(seat)
         for seat in seats:
@@ -274,12 +278,12 @@ class SimGroup:
         if seat.circle is circle and not seat.is_dead and circle.lost is not None:
             self._break(seat, circle, circle.lost)
 
-    def _finish(self, seat: Seat, done: GroupStep, agreed: Agreement) -> bool:
-        """The step is over for one member; False if its device failed in it."""
+    def _finish(self, seat: Seat, done: GroupStep, agreed: Agreement, drawn: Sequence[int] | None) -> bool:
+        """The step is over for one member; False if its device failed in it. `drawn`: see `SimDevice.finish_first`."""
         experts, device = seat.experts, seat.device
         seat.is_arrived = False
         ticket, rows = device.queue[0], seat.step_rows
-        device.finish_first(done)
+        device.finish_first(done, drawn)
         if ticket.error is not None:
             return False
         if rows is not None:

@@ -25,7 +25,11 @@ class LogHistogram:
     def add_many(self, values: npt.NDArray[np.float64]) -> None:
         """The same for all of `values`."""
         buckets = (np.log(np.maximum(values, 1e-9)) / _GROWTH).astype(np.int64)
-        self._buckets.update(buckets.tolist())
+        if len(buckets):
+            least = int(buckets.min())
+            counts = np.bincount(buckets - least)
+            for bucket in np.flatnonzero(counts).tolist():
+                self._buckets[least + bucket] += int(counts[bucket])
         self.count += len(values)
 
     def percentile(self, share: float) -> float:

@@ -100,7 +100,8 @@ class _Direction:
             return b""  # the end stays
         self._arrived.popleft()
         self._num_bytes -= len(data)
-        self._writers.unpark_all()
+        if self._writers:
+            self._writers.unpark_all()
         return data
 
     def close_writer(self) -> None:

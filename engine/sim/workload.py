@@ -14,13 +14,13 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
 from engine.actors.client import HeadClient, Row, run_head_client
+from engine.actors.unanswered import Came
 from engine.errors import EngineError, PeerGone, RemoteProtocolError
 from engine.sim.meters import LogHistogram
 from engine.sim.text import ExpectedText, Words, append_chains, draw_many, extend_chain, seed_mix
@@ -104,21 +104,14 @@ def _draw_ask(load: Load, rng: random.Random, vocab_size: int, number: int, arri
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class AskedRow(Row):
-    """A row with its place in the requester's columns; -1 without one."""
-
-    slot: int = -1
-
-
-@dataclasses.dataclass(slots=True, eq=False)
 class Try:
     """An ask on its way. `outcome` is empty until its answer: finished, cancelled, drained or left.
 
-    `text` is what its tokens must be, up to those that came; `PlainTexts` keeps it while the row has a slot.
+    `text` is what its tokens must be, up to those that came; `PlainTexts` keeps it while it is plain.
     """
 
     ask: Ask
-    row: AskedRow
+    row: Row
     text: ExpectedText
     last_at: float
     retries: int = 0
@@ -128,13 +121,16 @@ class Try:
 
 
 class PlainTexts:
-    """Expected texts as columns: of rows that had tokens before, are not near their end, and can end at no id."""
+    """Expected texts as columns: of rows that had tokens before, are not near their end, and can end at no id.
+
+    A text is at the place that its row has in the client's table.
+    """
 
     def __init__(self, vocab_size: int, eos_share: float) -> None:
         self._vocab_size = vocab_size
         self._eos_share = eos_share
         self._tries: list[Try | None] = []
-        self._free: list[int] = []
+        self._is_kept = np.zeros(0, np.bool_)
         self._chain: Words = np.zeros(0, np.uint32)
         self._mix: Words = np.zeros(0, np.uint32)
         self._count = np.zeros(0, np.int64)
@@ -146,59 +142,64 @@ class PlainTexts:
         text, sampling = attempt.text, attempt.text.sampling
         if text.reason is not None or sampling.stop_ids or sampling.min_tokens or self._eos_share:
             return
-        if not self._free:
-            self._grow()
-        slot = attempt.row.slot = self._free.pop()
-        self._tries[slot] = attempt
-        self._chain[slot], self._mix[slot] = text.chain, seed_mix(sampling)
-        self._count[slot], self._most[slot], self._last_at[slot] = text.count, sampling.max_tokens, attempt.last_at
+        place = attempt.row.place
+        if place >= len(self._tries):
+            self._grow(place + 1)
+        assert self._tries[place] is None
+        self._tries[place], self._is_kept[place] = attempt, True
+        self._chain[place], self._mix[place] = text.chain, seed_mix(sampling)
+        self._count[place], self._most[place], self._last_at[place] = text.count, sampling.max_tokens, attempt.last_at
 
     def remove(self, attempt: Try) -> None:
         """Gives the text back as far as its tokens came; nothing happens if it is not kept here."""
-        slot = attempt.row.slot
-        if slot < 0:
+        place = attempt.row.place
+        if not 0 <= place < len(self._tries) or self._tries[place] is not attempt:
             return
-        attempt.row.slot = -1
         text = attempt.text
-        text.chain, text.count = int(self._chain[slot]), int(self._count[slot])
-        text.reason = "length" if text.count >= self._most[slot] else None
-        attempt.last_at = float(self._last_at[slot])
-        self._tries[slot] = None
-        self._free.append(slot)
+        text.chain, text.count = int(self._chain[place]), int(self._count[place])
+        text.reason = "length" if text.count >= self._most[place] else None
+        attempt.last_at = float(self._last_at[place])
+        self._tries[place], self._is_kept[place] = None, False
 
-    def take(self, slots: npt.NDArray[np.int64], tokens: list[int], now: float) -> npt.NDArray[np.float64]:
+    def find_kept(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these are kept here."""
+        most = int(places.max())
+        if most >= len(self._tries):
+            self._grow(most + 1)
+        return self._is_kept[places]
+
+    def take(self, places: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
         """A token for each of several rows; returns the time since the one before.
 
         Raises:
             Violation: one is not what it must be.
         """
-        chain, count = self._chain[slots], self._count[slots]
-        wanted, came = draw_many(chain, self._mix[slots], self._vocab_size, 0.0), np.array(tokens, np.uint32)
-        is_late = count >= self._most[slots]
+        chain, count = self._chain[places], self._count[places]
+        wanted, came = draw_many(chain, self._mix[places], self._vocab_size, 0.0), tokens.view(np.uint32)
+        is_late = count >= self._most[places]
         is_wrong = (wanted != came) | is_late
         if is_wrong.any():
             at = int(is_wrong.argmax())
-            attempt = self._tries[slots[at]]
+            attempt = self._tries[places[at]]
             assert attempt is not None
             what = f"{attempt.ask.name}: token {int(count[at])}"
             if is_late[at]:
                 raise Violation("stream", f"{what} after its end (length)")
             raise Violation("stream", f"{what} is {tokens[at]}, not {int(wanted[at])}")
-        self._chain[slots] = append_chains(chain, wanted)
+        self._chain[places] = append_chains(chain, wanted)
         count += 1
-        self._count[slots] = count
-        since: npt.NDArray[np.float64] = now - self._last_at[slots]
-        self._last_at[slots] = now
+        self._count[places] = count
+        since: npt.NDArray[np.float64] = now - self._last_at[places]
+        self._last_at[places] = now
         return since
 
-    def _grow(self) -> None:
-        old = len(self._tries)
-        more = max(16, old)
+    def _grow(self, size: int) -> None:
+        more = max(64, size, 2 * len(self._tries)) - len(self._tries)
+        self._is_kept = np.pad(self._is_kept, (0, more))
         self._chain, self._mix = np.pad(self._chain, (0, more)), np.pad(self._mix, (0, more))
         self._count, self._most = np.pad(self._count, (0, more)), np.pad(self._most, (0, more))
         self._last_at = np.pad(self._last_at, (0, more))
         self._tries += [None] * more
-        self._free.extend(range(old + more - 1, old - 1, -1))
 
 
 @dataclasses.dataclass(slots=True)
@@ -241,7 +242,7 @@ class Requester:
 
     def _take(self, ask: Ask) -> None:
         text = ExpectedText(extend_chain(0, ask.prompt), ask.sampling, self._shape.vocab_size, self._shape.eos_share)
-        attempt = Try(ask, AskedRow(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
+        attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
         self._tries[attempt.row] = attempt
         self._num_open += 1
         if ask.cancel_at < math.inf:
@@ -387,16 +388,17 @@ class Requester:
 
     def tokens_came(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         now, texts, answers = trio.current_time(), self._texts, self._answers
-        asked = cast("Sequence[AskedRow]", rows)
-        slots = [row.slot for row in asked]
-        if min(slots) >= 0 and len(set(slots)) == len(slots) == sum(counts):
-            answers.between_tokens_s.add_many(texts.take(np.array(slots), [row.generated[-1] for row in asked], now))
-            answers.num_tokens += len(slots)
+        if not isinstance(rows, Came):
+            for row, count in zip(rows, counts, strict=True):
+                self._take_tokens(row, count, now)
             return
-        for row, count in zip(asked, counts, strict=True):
-            self._take_tokens(row, count, now)
+        is_kept = texts.find_kept(rows.places)
+        answers.between_tokens_s.add_many(texts.take(rows.places[is_kept], rows.ids[is_kept], now))
+        answers.num_tokens += int(is_kept.sum())
+        for at in np.flatnonzero(~is_kept).tolist():
+            self._take_tokens(rows[at], 1, now)
 
-    def _take_tokens(self, row: AskedRow, count: int, now: float) -> None:
+    def _take_tokens(self, row: Row, count: int, now: float) -> None:
         """Token by token: the first ones of a row, those of one that may stop, and several at once."""
         attempt = self._find(row)
         if attempt is None:
