@@ -124,10 +124,10 @@ def ranks_disagree_on_the_park(patch: pytest.MonkeyPatch) -> None:
     """One rank parks as soon as it has been idle for long enough itself."""
     original = SimGroup._finish
 
-    def finish(self: SimGroup, seat: Seat, done: Any, agreed: Agreement) -> bool:
+    def finish(self: SimGroup, seat: Seat, done: Any, agreed: Agreement, drawn: Any) -> bool:
         assert seat.words is not None
         parks = seat.place == 0 and seat.words.idle >= self.rules.idle_steps
-        return original(self, seat, done._replace(park=done.park or parks), agreed)
+        return original(self, seat, done._replace(park=done.park or parks), agreed, drawn)
 
     patch.setattr(SimGroup, "_finish", finish)
 
@@ -153,10 +153,10 @@ def experts_loaded_where_copies_may_land(patch: pytest.MonkeyPatch) -> None:
 def padded_rows_of_idle_ranks_count(patch: pytest.MonkeyPatch) -> None:
     original = SimGroup._finish
 
-    def finish(self: SimGroup, seat: Seat, done: Any, agreed: Agreement) -> bool:
+    def finish(self: SimGroup, seat: Seat, done: Any, agreed: Agreement, drawn: Any) -> bool:
         if seat.step_rows is None:
             seat.experts.rows += np.ones_like(seat.experts.rows)
-        return original(self, seat, done, agreed)
+        return original(self, seat, done, agreed, drawn)
 
     patch.setattr(SimGroup, "_finish", finish)
 
