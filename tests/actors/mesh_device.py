@@ -75,6 +75,7 @@ class MeshDevice(SimDevice):
         self.is_broken = self.is_stopped = False
         self.active = (0,) * len(parts)
         self.ready = [0] * len(parts)
+        self._ready_before = [0] * len(parts)
         self.tables: list[dict[int, Placement]] = [{} for _ in parts]
         self.rows_counted = 0
         self.fails_to_prepare = False
@@ -142,10 +143,11 @@ class MeshDevice(SimDevice):
         self.tables[part][epoch] = placement
 
     def set_ready(self, part: int, epoch: int) -> None:
-        self.ready[part] = epoch
+        self._ready_before[part], self.ready[part] = self.ready[part], epoch
 
     def withdraw(self, part: int, epoch: int) -> None:
-        self.ready[part] = min(self.ready[part], epoch - 1)
+        if self.ready[part] == epoch:  # `epoch - 1` may have been withdrawn, too: it is not what was said before
+            self.ready[part] = self._ready_before[part]
 
     def note_copied(self, part: int, slots: Mapping[int, int]) -> None:
         for slot, key in slots.items():
