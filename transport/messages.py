@@ -907,7 +907,7 @@ class AskHeat(Message, frozen=True):
 
 
 class HeatReport(Message, frozen=True):
-    """Loads of one part of one group. n ranks in the order of `PartReport.ranks`, s slots each. Blob, little-endian:
+    """Loads of one part of one group. n ranks in the order of `PartReport.ranks`, s slots each. Blob: little-endian
 
         rank load   float32[n, layers]    expert rows per step at that rank, of the layer's mean over ranks; 1 is even
         hottest     int32[n, layers]      expert with the highest load per replica on that rank; -1: it has none
