@@ -211,8 +211,8 @@ def compress(
         rotary: tables of positions 0..L-1, [L, rope_dim / 2].
 
     Returns:
-        (entries float[B, L // ratio, head_dim], keys float[B, L // ratio, index_dim] or None where nothing is selected),
-        rotated at each group's first position.
+        (entries float[B, L // ratio, head_dim], keys float[B, L // ratio, index_dim] or None where nothing is
+        selected), rotated at each group's first position.
     """
     latent = pool(weights, f"{prefix}.compressor", shape, role, x)
     last = latent.shape[1] * role.ratio

@@ -428,7 +428,7 @@ def _ratios(text: _Fields, num_layers: int) -> tuple[int, ...]:
 
 
 OVERLAPPING_RATIO = 4
-"""V4: layers with so many tokens per entry select among overlapping entries; those with more attend to all of theirs."""
+"""V4: layers with so many tokens per entry select among overlapping entries; those with more attend to all."""
 
 
 def _roles_v4(text: _Fields, ratios: tuple[int, ...]) -> tuple[LayerRole, ...]:
