@@ -72,6 +72,8 @@ class Roster:
         requests, slabs: int64[rows].
         pages, sampling: of each row, as in DecodeRow.
         tables: int64[rows, widest], the page ids, filled up with zeros.
+        ends: int64[rows], the position at which each sequence's last token would stand, which is never computed: no row
+            may have a position of so much, drafted ones included. None: nobody drafts.
     """
 
     requests: Ints
@@ -79,6 +81,7 @@ class Roster:
     pages: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
     tables: Ints
+    ends: Ints | None = None
 
 
 def build_roster(
@@ -96,7 +99,7 @@ class DecodeRows(Sequence[DecodeRow]):
 
     Attributes:
         roster: who takes part.
-        positions: int64[rows].
+        positions: int64[rows]; -1 where only the device knows, because a step before it may have brought several tokens.
         tokens: int64[rows], -1 where the token is None.
     """
 
@@ -159,6 +162,9 @@ class StepPlan:
             have some.
         idle: pact word: steps in a row, this one included, without rows or another reason to go on.
         stop: pact word: nothing is left to do here and the head wants the rank to end.
+        drafts: drafted tokens that the device may verify in each decode row of this step, and is to propose for the
+            next; 0 for none. A row has fewer near its end, none while its `min_tokens` holds, and none where nothing was
+            proposed.
     """
 
     step: int
@@ -166,6 +172,7 @@ class StepPlan:
     rows: Sequence[DecodeRow]
     idle: int = 0
     stop: bool = False
+    drafts: int = 0
 
     @property
     def columns(self) -> DecodeRows:
@@ -183,7 +190,11 @@ class StepResult:
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
-        row_tokens: per decode row, the sampled token; an `array.array` where the device has them as a column.
+        row_tokens: per decode row, the sampled token; an `array.array` where the device has them as a column. With
+            drafts all new tokens of each row, one row after the other.
+        row_counts: with drafts, how many of them each row has: at least 1, but 0 for a row whose sequence had reached
+            its end on the device. None: one each.
+        row_proposed: with drafts, how many drafted tokens were verified in each row; `row_counts - 1` of them held.
         device_us: time the device worked on it, microseconds (its own measure). In a group, waiting for others is
             part of it.
         group: the group's step that it was computed in; None for a rank without a group.
@@ -194,3 +205,5 @@ class StepResult:
     row_tokens: Sequence[int]
     device_us: int
     group: GroupStep | None = None
+    row_counts: Sequence[int] | None = None
+    row_proposed: Sequence[int] | None = None
