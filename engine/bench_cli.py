@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.cli import config_options, resolve_options
+from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.config import ClusterConfig
@@ -79,6 +80,7 @@ def forward(given: int | None, **options: Any) -> int:
         config = config_from_json(take_bytes(given))
     else:
         config = resolve_options(options).config
+    _refuse_pretence(config)
     from engine.bench.forward import StepCase, measure_forward, open_bare_model
     from engine.bench.table import forward_table
 
@@ -126,6 +128,7 @@ def serve(**options: Any) -> int:
 
     resolved = resolve_options(options)
     config = resolved.config
+    _refuse_pretence(config)
     if not options["sequences"]:
         raise click.UsageError("nothing to measure: --sequences is empty")
     if not options["verbose"] and resolved.origins.get("log.level") == "default":
@@ -141,6 +144,12 @@ def serve(**options: Any) -> int:
     record |= trio.run(measure)
     _end(record, serve_table(record), options)
     return 0
+
+
+def _refuse_pretence(config: ClusterConfig) -> None:
+    """Raises ConfigError for a rack that is simulated: its figures are its scenario's."""
+    if config.device == "sim":
+        raise ConfigError("engine bench measures, and device sim has nothing to measure; see engine up --device sim")
 
 
 def _begin(name: str, config: ClusterConfig, options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -37,6 +37,14 @@ _LAZY = {
     "metrics": ("engine.metrics_cli", "Print what a scrape of the engine would give, in Prometheus' text format."),
     "rebalance": ("engine.rebalance_cli", "Place the experts of a group anew while it serves."),
     "bench": ("engine.bench_cli", "Measure the model's step alone, or the whole path beside it."),
+    "ranks": ("engine.look_cli", "Show every rank on one line, with the skew of its experts."),
+    "requests": ("engine.look_cli", "List the requests that have not ended, the oldest first."),
+    "events": ("engine.look_cli", "Print what the head has logged, and what it logs from now on."),
+    "drain": ("engine.acts_cli", "Give ranks no new requests; what they have is finished."),
+    "undrain": ("engine.acts_cli", "Give ranks new requests again."),
+    "cancel": ("engine.acts_cli", "End requests by their numbers."),
+    "console": ("engine.console_cli", "Watch and operate a running engine at the terminal."),
+    "relay": ("engine.relay_cli", "Connect stdin and stdout with the operators' socket."),
     "simulate": ("engine.simulate_cli", "Run a cluster on virtual time, with faults, and check its every promise."),
 }
 """Commands that bring much with them: module (attribute of the same name) and the line for the list of commands."""
@@ -85,7 +93,8 @@ def config_options(command: F) -> F:
                      help="TOML file."),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key of the file; may be repeated."),
         click.option("--model", help="Checkpoint directory, or nano for the bundled model."),
-        click.option("--device", help="cpu."),
+        click.option("--device", help="cpu, or sim: a rack that is simulated in one process."),
+        click.option("--scenario", help="Of --device sim: a name as for engine simulate, or a TOML file."),
         click.option("--fabric", help="auto, nixl or tcp."),
         click.option("--dir", "directory", help="Runtime directory with the engine's sockets."),
         click.option("--log-format", help="text or json."),
@@ -108,17 +117,20 @@ def reach_options(command: F) -> F:
     return command
 
 
-def resolve_options(options: dict[str, Any]) -> Resolved:
-    """The configuration that `config_options` ask for; takes them out of `options`."""
+def resolve_options(options: dict[str, Any], **more: str | None) -> Resolved:
+    """The configuration that `config_options` ask for; takes them out of `options`. `more`: further keys, dots as
+    `__`."""
     from engine.settings import resolve_config
 
     flags = {
         "model": options.pop("model"),
         "device": options.pop("device"),
+        "scenario": options.pop("scenario"),
         "fabric": options.pop("fabric"),
         "admin.dir": options.pop("directory"),
         "log.format": options.pop("log_format"),
         "log.level": options.pop("log_level"),
+        **{name.replace("__", "."): value for name, value in more.items()},
     }
     return resolve_config(options.pop("config_file"), flags=flags, sets=options.pop("sets"), environ=os.environ)
 
@@ -130,6 +142,8 @@ def cli() -> None:
 
 @cli.command()
 @config_options
+@click.option("--http", is_flag=False, flag_value="127.0.0.1:8000", metavar="[HOST:PORT]",
+              help="Serve the OpenAI surface there.  [without a value: 127.0.0.1:8000]")
 @click.option("--detach", is_flag=True, help="Go to the background; log to engine.log in the runtime directory.")
 @click.option("--wait", type=click.Choice(["ready"]), help="Fail if the engine is not ready within --timeout.")
 @click.option("--timeout", type=Duration(), help="For --wait.  [default: limits.start_s]")
@@ -137,7 +151,7 @@ def cli() -> None:
 @click.option("--lifeline", type=int, hidden=True, help="Descriptor whose end ends the engine.")
 @click.option("--parent", type=int, hidden=True, help="Process whose end ends the engine.")
 def up(
-    detach: bool, wait: str | None, timeout: float | None, given: int | None, lifeline: int | None,
+    http: str | None, detach: bool, wait: str | None, timeout: float | None, given: int | None, lifeline: int | None,
     parent: int | None, **options: Any,
 ) -> int:  # fmt: skip
     """Start an engine: in the foreground, or with --detach as a daemon.
@@ -154,7 +168,11 @@ def up(
 
         config = config_from_json(take_bytes(given))
     else:
-        config = resolve_options(options).config
+        config = resolve_options(options, http__listen=http).config
+    if config.device == "sim" and detach:
+        from engine.sim.realtime import describe_rack
+
+        click.echo(describe_rack(config), err=True)
     patience = (config.limits.start_s if timeout is None else timeout) if wait else None
     if detach:
         from engine.detach import start_daemon
@@ -336,6 +354,22 @@ def rank(control: int, given: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@cli.command(hidden=True)
+@click.option("--given", type=int, required=True)
+def front(given: int) -> int:
+    """The process of one HTTP front; started by the engine."""
+    import signal
+
+    import msgspec
+
+    from engine.front.process import FrontGiven, run_front_process
+    from engine.spawn import die_with_parent, take_bytes
+
+    what = msgspec.json.decode(take_bytes(given), type=FrontGiven)
+    die_with_parent(what.parent, signal.SIGTERM)
+    return run_front_process(what)
 
 
 def runtime_path(config_file: str | None, directory: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import trio
 
-from engine.config import ClusterConfig
+from engine.config import ClusterConfig, HttpConfig
 from engine.errors import EngineError, PeerGone
 from engine.runtime import RuntimeDirectory
 from engine.settings import LONGEST_SOCKET, SOCKET_PATH_BYTES, runtime_directory
@@ -97,14 +97,14 @@ async def start_cluster(config: ClusterConfig, *, stderr: int | IO[Any] | None =
     whichever way it ends.
 
     Args:
-        config: its directory is replaced by a temporary one.
+        config: its directory is replaced by a temporary one, and it serves no HTTP.
         stderr: where head and ranks log; None is this process's own stderr.
     """
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) + len("/engine-12345678" + LONGEST_SOCKET) > SOCKET_PATH_BYTES:
         place = "/tmp"
     with tempfile.TemporaryDirectory(prefix="engine-", dir=place) as path:
-        private = dataclasses.replace(config, admin_dir=path)
+        private = dataclasses.replace(config, admin_dir=path, http=HttpConfig())
         directory = RuntimeDirectory(path)
         reader, writer = os.pipe()
         try:

@@ -17,16 +17,19 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import trio
 
 from engine.cluster import PrivateCluster, default_requests_path, start_cluster
 from engine.config import ClusterConfig, RankConfig
 from engine.errors import ConfigError, EngineError, FabricError, PeerGone, RankLost
-from engine.log import configure_log, log_event
+from engine.log import configure_log, keep_events, log_event
 from engine.runtime import RuntimeDirectory
 from engine.spawn import SpawnedRank, die_with_parent, rank_command, spawn_rank
+
+if TYPE_CHECKING:
+    from engine.core.events import EventRing
 
 __all__ = ["PrivateCluster", "default_requests_path", "run_head_process", "run_rank_process", "start_cluster"]
 
@@ -60,6 +63,7 @@ def run_head_process(
         ConfigError, HeadRuns: it could not start.
     """
     from engine.actors.head import NotReady
+    from engine.core.events import EventRing
 
     if parent is not None:
         # A plain stop, not a kill: the head then ends its ranks in order and clears its directory.
@@ -67,10 +71,15 @@ def run_head_process(
     directory = RuntimeDirectory(config.admin_dir)
     directory.prepare()
     configure_log(config.log_format, config.log_level, "head")
+    events = EventRing()
+    keep_events(events)
     codes: dict[type[EngineError], int] = {RankLost: 4, NotReady: 4, ConfigError: 2}
     try:
         with directory.own(is_private=lifeline is not None):
-            signals = trio.run(_run_head, config, directory, lifeline, ready_within_s, command or rank_command())
+            signals = trio.run(
+                _run_head, config, directory, events, lifeline, ready_within_s, command or rank_command(),
+                clock=_open_clock(config),
+            )  # fmt: skip
     except BaseExceptionGroup as group:
         for kind, code in codes.items():
             found = first_of(group, kind)
@@ -81,15 +90,25 @@ def run_head_process(
     return 130 if signals > 1 else 0
 
 
+def _open_clock(config: ClusterConfig) -> trio.abc.Clock | None:
+    """A simulated rack has one of its own; None is trio's."""
+    if config.device != "sim":
+        return None
+    from engine.sim.clock import RealClock
+
+    return RealClock()
+
+
 async def _run_head(
     config: ClusterConfig,
     directory: RuntimeDirectory,
+    events: EventRing,
     lifeline: int | None,
     ready_within_s: float,
     command: Sequence[str],
 ) -> int:
     from engine.actors.head import HeadPorts, run_head
-    from engine.faces.admin import run_operators
+    from engine.faces.desk import run_operators
     from engine.planner import call_planner
     from transport.unix import open_unix_listener
 
@@ -119,7 +138,12 @@ async def _run_head(
                 if not os.read(lifeline, 4096):
                     return
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+    async with contextlib.AsyncExitStack() as beside:
+        signals = beside.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        if config.http.listen:
+            from engine.fronts import keep_fronts
+
+            await beside.enter_async_context(keep_fronts(config, directory))
         # requests.sock last: who finds it finds a head that also answers operators.
         admin = await open_unix_listener(directory.admin_socket, 0o600)
         read = await open_unix_listener(directory.read_socket, 0o660)
@@ -134,12 +158,19 @@ async def _run_head(
             signals=signals,
             parent_gone=parent_gone if lifeline is not None else None,
             pid=os.getpid(),
+            events=events,
         )
+        if config.device == "sim":
+            from engine.sim.realtime import describe_rack, run_rack
+
+            log_event(logger, "warning", "head.simulated", scenario=config.scenario, msg=describe_rack(config))
         log_event(
             logger, "info", "head.start",
             pid=os.getpid(), dir=directory.path, cluster=config.cluster, model=config.model,
             ranks=len(config.roles), digest=config.digest,
         )  # fmt: skip
+        if config.device == "sim":
+            return await run_rack(ports, config, ready_within_s)
         return await run_head(ports, config, ready_within_s=ready_within_s)
 
 
@@ -213,10 +244,6 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
     async with trio.open_nursery() as nursery:
 
         async def open_device(report: Callable[[str, int, int, str], None]) -> Device:
-            if config.device == "sim":
-                from engine.sim.device import open_sim_device
-
-                return cast(Device, open_sim_device(config, report))
             from engine.model.device import open_torch_device
 
             # Its tickets are its own; whoever holds one got it from this device.

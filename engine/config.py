@@ -17,6 +17,10 @@ from engine.errors import ConfigError
 
 NANO = "nano"
 """Name of the bundled model wherever a model directory is asked for."""
+NO_SCENARIO = "none"
+"""The scenario of a cluster that is not simulated."""
+SIMULATED = " (simulated)"
+"""How the name of a model ends that is none, after that of a rack's scenario. Its tokenizer is the bundled one's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +117,46 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SloConfig:
+    """Latencies that an operator wants, in seconds; 0 wants nothing. Nothing is refused or slowed for them: one that is
+    missed over a minute makes the cluster degraded."""
+
+    ttft_p90_s: float = 0.0
+    """Accepted until the first token, of 90 % of requests."""
+    itl_p99_s: float = 0.0
+    """Between tokens of a request, of 99 % of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP surface: where it listens, and its bounds. Those of connections and requests hold for each front."""
+
+    listen: str = ""
+    """`host:port`; empty: there is none."""
+    fronts: int = 1
+    """Processes that share the port."""
+    keys_file: str = ""
+    """Clients' keys, one a line; empty: nobody is asked for one."""
+    queue: int = 4096
+    """Requests without a first token; one more is refused with 429."""
+    connections: int = 4096
+    body_bytes: int = 32 << 20
+    header_bytes: int = 32 << 10
+    choices: int = 128
+    """Answers that one request may ask for: its prompts, times `n`."""
+    default_max_tokens: int = 4096
+    """Of a chat that says none. Its memory is reserved for so many."""
+    stream_tokens: int = 4096
+    """So many tokens a reader may be behind; then he is dropped."""
+    stall_s: float = 60.0
+    """A client that takes nothing for so long is dropped."""
+    keepalive_s: float = 15.0
+    """A stream that has nothing to say says so as often."""
+    drain_s: float = 60.0
+    """For running requests once a front is told to end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankConfig:
     """What one rank process needs, derived from ClusterConfig; equal inputs give equal digests on every rank.
 
@@ -160,9 +204,12 @@ class ClusterConfig:
 
     Attributes:
         cluster: name for people.
-        model: absolute directory of a checkpoint, or `nano`.
+        model: absolute directory of a checkpoint, or `nano`; of a simulated rack, a name that ends with SIMULATED.
+        scenario: of a simulated rack, the name or the absolute path of its scenario; else NO_SCENARIO.
         num_pages, num_slabs: of each rank's arena.
         threads: intra-op threads of each rank.
+        slo: latencies to watch.
+        http: the HTTP surface.
         admin_dir: runtime directory with the head's sockets.
         log_format, log_level: of head and ranks.
         vocab_size: of the model, for validation in the head.
@@ -189,12 +236,15 @@ class ClusterConfig:
     checksum_pushes: bool = False
     experts_main: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
+    scenario: str = NO_SCENARIO
+    slo: SloConfig = dataclasses.field(default_factory=SloConfig)
+    http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits over all that ranks and head must agree on; directories and logs are left out."""
+        """Sixteen hex digits over all that ranks and head must agree on; what is the head's alone is left out."""
         values = dataclasses.asdict(self)
-        for local in ("admin_dir", "log_format", "log_level"):
+        for local in ("admin_dir", "log_format", "log_level", "slo", "http"):
             del values[local]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -242,8 +292,9 @@ class ModelFacts:
 
 
 def model_directory(model: str) -> Path:
-    """Where the model's files are; `nano` is the bundled one."""
-    return Path(__file__).resolve().parent / "nano" if model == NANO else Path(model)
+    """Where the model's files are; `nano` is the bundled one, and lends its tokenizer to simulated ones."""
+    is_bundled = model == NANO or model.endswith(SIMULATED)
+    return Path(__file__).resolve().parent / "nano" if is_bundled else Path(model)
 
 
 def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> ModelFacts:
@@ -319,6 +370,10 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
             for name, held in dataclasses.asdict(value).items():
                 key, per_unit = EXPERT_KEYS.get(name, (name, 1))
                 view[f"{part}.{key}"] = held if per_unit == 1 else held / per_unit
+        elif field.name == "slo":
+            view.update({key: getattr(value, name) for key, name in SLO_KEYS.items()})
+        elif field.name == "http":
+            view.update({key: getattr(value, name) for key, name in HTTP_KEYS.items()})
         elif field.name == "limits":
             view.update({f"limits.{name}": v for name, v in dataclasses.asdict(value).items()})
         elif field.name != "vocab_size":
@@ -328,6 +383,12 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
 
 SECTIONS = {"admin_dir": "admin.dir", "log_format": "log.format", "log_level": "log.level"}
 """Fields that people write inside a table."""
+
+SLO_KEYS = {"slo.ttft_p90": "ttft_p90_s", "slo.itl_p99": "itl_p99_s"}
+"""Keys that people write to fields of SloConfig."""
+
+HTTP_KEYS = {f"http.{field.name.removesuffix('_s')}": field.name for field in dataclasses.fields(HttpConfig)}
+"""The same of HttpConfig; a duration has its unit in its value."""
 
 EXPERT_KEYS = {
     "interval_s": ("interval", 1),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import EXPERT_KEYS, NANO, ExpertsConfig, Limits, parse_ranks
+from engine.config import EXPERT_KEYS, HTTP_KEYS, NANO, ExpertsConfig, HttpConfig, Limits, parse_ranks
 from engine.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)?")
@@ -30,8 +30,8 @@ class Key:
 
     Attributes:
         name: dotted path as people write it.
-        kind: how its text is read: `text`, `path`, `count`, `share`, `size`, `duration`, `ranks`,
-            `flag` or `choice`.
+        kind: how its text is read: `text`, `path`, `address`, `count`, `share`, `size`, `duration`,
+            `ranks`, `flag` or `choice`.
         default: value when nobody says anything; None for one that is derived.
         least: smallest count, size or duration.
         choices: of a `choice`.
@@ -88,6 +88,33 @@ def _expert_keys(part: str) -> list[Key]:
     return keys
 
 
+_HTTP_DOCS: dict[str, tuple[str, float, str]] = {
+    "listen": ("address", 0, "Where HTTP is served, as 127.0.0.1:8000. Default: nowhere."),
+    "fronts": ("count", 1, "Processes that share the port; the bounds below are each one's."),
+    "keys_file": ("path", 0, "File with clients' keys, one a line. Default: nobody is asked for one."),
+    "queue": ("count", 1, "Requests without a first token; one more is refused with 429."),
+    "connections": ("count", 1, "Open connections; one more is refused with 503."),
+    "body_bytes": ("size", 1024, "Of a request's body."),
+    "header_bytes": ("size", 1024, "Of a request's line and headers."),
+    "choices": ("count", 1, "Answers that one request may ask for: its prompts, times n."),
+    "default_max_tokens": ("count", 1, "Of a chat that names no limit; memory for so many is reserved."),
+    "stream_tokens": ("count", 1, "Tokens that a reader of a stream may be behind; then the stream is dropped."),
+    "stall": ("duration", 0.1, "A client that takes nothing for so long is dropped."),
+    "keepalive": ("duration", 0.1, "A stream without news sends a comment as often."),
+    "drain": ("duration", 0, "For running requests of a front that is told to end while the engine goes on."),
+}
+"""Key to kind, least and line, of HTTP."""
+
+
+def _http_keys() -> list[Key]:
+    keys = []
+    for field in dataclasses.fields(HttpConfig):
+        name = next(key for key, own in HTTP_KEYS.items() if own == field.name)
+        kind, least, doc = _HTTP_DOCS[name.removeprefix("http.")]
+        keys.append(Key(name, kind, None if field.default == "" else field.default, doc, least=least))
+    return keys
+
+
 KEYS: tuple[Key, ...] = (
     Key("cluster", "text", "engine", "Name of the cluster, for people."),
     Key("model", "path", NANO, "Directory of a checkpoint (config.json, *.safetensors), or nano, the bundled one."),
@@ -101,8 +128,15 @@ KEYS: tuple[Key, ...] = (
         "device",
         "choice",
         "cpu",
-        "Kind of device of a rank: cpu, or sim, which computes nothing and takes its time; cuda is not there yet.",
+        "Kind of device of a rank: cpu, or sim: a whole rack pretended in one process; cuda is not there yet.",
         choices=("cpu", "cuda", "sim"),
+    ),
+    Key(
+        "scenario",
+        "path",
+        None,
+        "Of device sim: a scenario's name, or the path of its .toml file; it says all but names, directory, log and"
+        " slo. Default: showroom; none for other devices.",
     ),
     Key(
         "fabric",
@@ -137,6 +171,20 @@ KEYS: tuple[Key, ...] = (
     Key("kv_dtype", "choice", "float32", "Type of the values in a page.", choices=("float32", "bfloat16")),
     Key("threads", "count", 1, "Intra-op threads of a rank process.", least=1),
     Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
+    Key(
+        "slo.ttft_p90",
+        "duration",
+        0.0,
+        "90 % of first tokens should come so soon after their request. Missed over a minute: degraded. 0: not watched.",
+    ),
+    Key(
+        "slo.itl_p99",
+        "duration",
+        0.0,
+        "99 % of a request's tokens should come so soon after the one before. Missed over a minute: degraded. 0: not"
+        " watched.",
+    ),
+    *_http_keys(),
     Key(
         "admin.dir",
         "path",
@@ -212,6 +260,22 @@ def _parse_text(value: object) -> str:
     return value
 
 
+def parse_address(value: object) -> str:
+    """`host:port` of an address as people write it: a port alone is one of this machine, for itself only.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = str(value).strip()
+    host, colon, port = text.rpartition(":")
+    host = host if colon else "127.0.0.1"
+    if isinstance(value, bool) or not (port.isascii() and port.isdigit()) or int(port) > 65535 or not host:
+        raise ConfigError(f"{value!r} is not an address; write 127.0.0.1:8000, [::1]:8000 or a port")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(f"{value!r} is not an address; write an IPv6 address as [::1]:8000")
+    return f"{host}:{int(port)}"
+
+
 def _parse_ranks(value: object) -> int | str:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigError(f"{value!r} is not a list of ranks; write 2 (a count), '0-1' or '0-7,12'")
@@ -222,6 +286,7 @@ def _parse_ranks(value: object) -> int | str:
 _PARSERS: dict[str, Callable[[object], Any]] = {
     "text": _parse_text,
     "path": _parse_text,
+    "address": parse_address,
     "choice": _parse_text,
     "count": _parse_count,
     "share": _parse_share,
@@ -253,6 +318,7 @@ def config_schema() -> dict[str, Any]:
     shapes: dict[str, dict[str, Any]] = {
         "text": {"type": "string", "minLength": 1, "maxLength": 256},
         "path": {"type": "string", "minLength": 1, "maxLength": 256},
+        "address": {"type": ["integer", "string"]},
         "choice": {"type": "string"},
         "count": {"type": "integer"},
         "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},

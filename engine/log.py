@@ -13,7 +13,10 @@ import datetime
 import json
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from engine.core.events import EventRing
 
 REPEAT_S = 10.0
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -25,9 +28,20 @@ def configure_log(form: str, level: str, who: str, stream: TextIO | None = None)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonEvents(who) if form == "json" else _TextEvents(who))
     handler.addFilter(_Repeats())
+    handler.setLevel(_LEVELS[level])
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS[level])
+
+
+def keep_events(ring: EventRing) -> None:
+    """Also writes what this process logs from now on into `ring`, from info on, whatever level stderr has. Call it
+    after `configure_log`, in a process that logs from one thread only."""
+    handler = _KeepEvents(ring)
+    handler.addFilter(_Repeats())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(min(root.level, logging.INFO))
 
 
 def log_event(logger: logging.Logger, level: str, event: str, **fields: object) -> None:
@@ -51,7 +65,9 @@ class _Repeats(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         fields: dict[str, Any] = getattr(record, "fields", {})
-        kind = (record.msg, *sorted((name, str(value)) for name, value in fields.items()))
+        # Without the count that another handler's filter may have added.
+        shown = ((name, str(value)) for name, value in fields.items() if name != "repeated")
+        kind = (record.msg, *sorted(shown))
         since, count = self._seen.get(kind, (record.created - REPEAT_S, 0))
         if record.created - since < REPEAT_S:
             self._seen[kind] = (since, count + 1)
@@ -65,6 +81,24 @@ class _Repeats(logging.Filter):
         return True
 
 
+class _KeepEvents(logging.Handler):
+    def __init__(self, ring: EventRing) -> None:
+        super().__init__(logging.INFO)
+        self._ring = ring
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level: Any = "info"
+        if record.levelno >= logging.WARNING:
+            level = "warning" if record.levelno < logging.ERROR else "error"
+        if hasattr(record, "fields"):
+            name, parts = record.getMessage(), [*_describe_fields(record)]
+        else:  # a library's: its message is a sentence, not a name
+            name, parts = record.name, [record.getMessage()]
+        if record.exc_info and record.exc_info[1] is not None:
+            parts.append(f"| {type(record.exc_info[1]).__name__}: {record.exc_info[1]}")
+        self._ring.add(level, name, " ".join(parts), int(1e3 * record.created))
+
+
 class _TextEvents(logging.Formatter):
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -72,12 +106,7 @@ class _TextEvents(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields: dict[str, object] = dict(getattr(record, "fields", {}))
-        sentence = fields.pop("msg", None)
-        parts = [f"{at} {self._who:<5}{record.levelname:<8}{record.getMessage()}"]
-        parts += [f"{name}={_text(value)}" for name, value in fields.items()]
-        if sentence is not None:
-            parts.append("| " + str(sentence).replace("\n", " | "))
+        parts = [f"{at} {self._who:<5}{record.levelname:<8}{record.getMessage()}", *_describe_fields(record)]
         if record.exc_info:
             parts.append("\n" + self.formatException(record.exc_info))
         return " ".join(parts)
@@ -100,6 +129,20 @@ class _JsonEvents(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _describe_fields(record: logging.LogRecord) -> list[str]:
+    """`name=value` for each field, then the sentence. Kept with the record: it is most of what a line costs, and two
+    handlers want it."""
+    known: list[str] | None = getattr(record, "described", None)
+    if known is None:
+        fields: dict[str, object] = dict(getattr(record, "fields", {}))
+        sentence = fields.pop("msg", None)
+        known = [f"{name}={_text(value)}" for name, value in fields.items()]
+        if sentence is not None:
+            known.append("| " + str(sentence).replace("\n", " | "))
+        record.described = known
+    return known
 
 
 def _text(value: object) -> str:

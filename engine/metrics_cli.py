@@ -14,7 +14,7 @@ from engine import cli
 from engine.errors import PeerGone
 
 if TYPE_CHECKING:
-    from transport.messages import ExpertsReport, StatusReport
+    from transport.messages import ExpertsReport, StatusReport, TrafficReport
 
 
 @click.command()
@@ -33,8 +33,7 @@ def metrics(config_file: str | None, directory: str | None, output: str | None) 
     path = cli.runtime_path(config_file, directory)
     code = cli.EXIT_OK
     try:
-        status, experts = trio.run(_ask, path)
-        text = metrics_text(status, experts, time.time())
+        text = metrics_text(*trio.run(_ask, path), time.time())
     except PeerGone as error:
         text, code = absence_text(), cli.tell_unreachable(path, error)
     if output is None:
@@ -44,12 +43,12 @@ def metrics(config_file: str | None, directory: str | None, output: str | None) 
     return code
 
 
-async def _ask(path: str) -> tuple[StatusReport, ExpertsReport]:
+async def _ask(path: str) -> tuple[StatusReport, ExpertsReport, TrafficReport]:
     from engine.faces.admin import open_operator
     from engine.runtime import RuntimeDirectory
 
     async with open_operator(RuntimeDirectory(path).read_socket) as head:
-        return await head.ask_status(), await head.ask_experts()
+        return await head.ask_status(), await head.ask_experts(), await head.ask_traffic()
 
 
 def _replace(target: Path, text: str) -> None:

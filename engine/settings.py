@@ -20,11 +20,16 @@ from typing import Any
 
 from engine.config import (
     EXPERT_KEYS,
+    HTTP_KEYS,
     NANO,
+    NO_SCENARIO,
+    SLO_KEYS,
     ClusterConfig,
     ExpertsConfig,
+    HttpConfig,
     Limits,
     PoolConfig,
+    SloConfig,
     parse_ranks,
     plan_num_pages,
     read_model_facts,
@@ -40,6 +45,11 @@ PATH_CHARACTERS = 256
 """Of a model's path: it travels in messages as a `transport.messages.Name`."""
 LARGEST_GROUP = 1024
 """Ranks of a group: its members are named in one message."""
+
+RACK = "showroom"
+"""The scenario of a simulated rack when nobody names one."""
+RACK_KEYS = frozenset({"cluster", "device", "scenario", "admin.dir", "log.format", "log.level", *SLO_KEYS, *HTTP_KEYS})
+"""What a simulated rack is told; its scenario says the rest."""
 
 _KUBERNETES = re.compile(r"ENGINE_(SERVICE_.*|PORT(_.*)?)")
 """What Kubernetes puts into every pod beside a Service called `engine`; not meant for us."""
@@ -127,7 +137,8 @@ class _Sources:
 
     def read_flags(self, flags: Mapping[str, object]) -> None:
         for name, value in flags.items():
-            self._take(name, value, f"flag --{name.split('.')[-1].replace('_', '-')}", Path.cwd())
+            option = "http" if name == "http.listen" else name.split(".")[-1].replace("_", "-")
+            self._take(name, value, f"flag --{option}", Path.cwd())
 
     def read_sets(self, sets: Iterable[str]) -> None:
         for text in sets:
@@ -171,7 +182,8 @@ class _Sources:
         except ConfigError as error:
             self.problems.append(f"{origin}: {name}: {error}")
             return
-        if key.kind == "path" and parsed != NANO:
+        is_name = parsed == NANO or (name == "scenario" and not parsed.endswith(".toml"))
+        if key.kind == "path" and not is_name:
             parsed = str((directory / os.path.expanduser(parsed)).resolve())
         self.values.setdefault(name, parsed)
         self.origins.setdefault(name, origin)
@@ -189,12 +201,22 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         if values[name] is None:
             values[name], origins[name] = value, f"default ({why})"
 
-    pools = _derive_pools(values, problem)
-    if values["device"] not in ("cpu", "sim"):
-        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu', or on 'sim' in pretence")
+    derive("http.listen", "", "no HTTP")
+    derive("http.keys_file", "", "no keys")
     derive("admin.dir", default_runtime_directory(environ), "this user's runtime directory")
     if len(os.fsencode(values["admin.dir"])) + len(LONGEST_SOCKET) > SOCKET_PATH_BYTES:
         problem("admin.dir", f"too long: a socket's path may have {SOCKET_PATH_BYTES} bytes, {values['admin.dir']!r}")
+    if values["scenario"] == NO_SCENARIO:
+        values["scenario"] = None
+    if values["device"] == "sim":
+        derive("scenario", RACK, "device is sim")
+        return _derive_rack(values, origins, problems, problem)
+    pools = _derive_pools(values, problem)
+    if values["device"] != "cpu":
+        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu', or on 'sim' in pretence")
+    if values["scenario"] is not None:
+        problem("scenario", "is for device = \"sim\"; engine up --device sim runs it, engine simulate checks it")
+    derive("scenario", NO_SCENARIO, "device is not sim")
     limits = Limits(**{field.name: values[f"limits.{field.name}"] for field in dataclasses.fields(Limits)})
     if limits.heartbeat_s < 2 * limits.snapshot_s:
         problem("limits.heartbeat_s", f"must be at least twice limits.snapshot_s ({limits.snapshot_s:g} s)")
@@ -255,8 +277,38 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         limits=limits,
         experts_main=_derive_experts(values, "main"),
         experts_draft=_derive_experts(values, "draft"),
+        slo=_derive_slo(values),
+        http=_derive_http(values),
     )
     return Resolved(config, origins)
+
+
+def _derive_rack(
+    values: Mapping[str, Any], origins: dict[str, str], problems: list[str], problem: Callable[[str, str], None]
+) -> Resolved:
+    """A simulated rack is its scenario, whatever a file says for real ones: only what this command was told counts."""
+    from engine.sim.realtime import resolve_rack  # the head and the simulator, which no other configuration needs
+
+    scenario = values["scenario"]
+    for name, origin in origins.items():
+        if name not in RACK_KEYS and origin.startswith(("flag ", "--set ")):
+            problem(name, f"a simulated rack has what its scenario says; leave it out, or change {scenario}")
+    try:
+        config = resolve_rack(scenario)
+    except ConfigError as error:
+        problem("scenario", str(error))
+    if problems:
+        raise ConfigProblems(problems)
+    config = dataclasses.replace(
+        config,
+        cluster=values["cluster"],
+        admin_dir=values["admin.dir"],
+        log_format=values["log.format"],
+        log_level=values["log.level"],
+        slo=_derive_slo(values),
+        http=_derive_http(values),
+    )
+    return Resolved(config, {name: origins[name] if name in RACK_KEYS else f"scenario {scenario}" for name in origins})
 
 
 _PLAIN = tuple(key.name for key in KEYS if "." not in key.name)
@@ -311,6 +363,14 @@ def _check_groups(values: Mapping[str, Any], limits: Limits, problem: Callable[[
             f"must be above limits.heartbeat_s ({limits.heartbeat_s:g} s), or the ranks that wait for a hung one are"
             " ended before it is",
         )
+
+
+def _derive_slo(values: Mapping[str, Any]) -> SloConfig:
+    return SloConfig(**{name: values[key] for key, name in SLO_KEYS.items()})
+
+
+def _derive_http(values: Mapping[str, Any]) -> HttpConfig:
+    return HttpConfig(**{name: values[key] for key, name in HTTP_KEYS.items()})
 
 
 def _derive_experts(values: Mapping[str, Any], part: str) -> ExpertsConfig:

@@ -38,8 +38,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unk
     """Base of all messages: positional on the wire, so fields are only ever appended."""
 
 
+TOP_LIMIT = 20
+"""Likeliest tokens that a request may ask to be told at each place."""
+BIAS_LIMIT = 300
+"""Ids whose logits a request may raise or lower."""
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+Tops = Annotated[int, msgspec.Meta(ge=-1, le=TOP_LIMIT)]
+
+
 class Sampling(Message, frozen=True):
-    """How to choose tokens. `temperature` 0 is greedy. Draws are a function of (seed, position) alone."""
+    """How to choose tokens, and what to tell of them; `docs/sampling.md` has the order in which the fields apply.
+    `temperature` 0 is greedy. Draws are a function of (seed, position, purpose) alone."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
@@ -50,6 +59,31 @@ class Sampling(Message, frozen=True):
     min_tokens: U31 = 0
     ignore_eos: bool = False
     stop_ids: Annotated[tuple[U31, ...], msgspec.Meta(max_length=64)] = ()
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Keep what is at least this share as likely as the likeliest."""
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0
+    """For ids of the prompt and of the completion."""
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    """Both for ids of the completion."""
+    bias_ids: Annotated[tuple[U31, ...], msgspec.Meta(max_length=BIAS_LIMIT)] = ()
+    biases: Annotated[
+        tuple[Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)], ...], msgspec.Meta(max_length=BIAS_LIMIT)
+    ] = ()
+    """One for each of `bias_ids`, which are different ones."""
+    logprobs: Tops = -1
+    """-1: none are told; else that of each chosen token and of so many likeliest ones."""
+    prompt_logprobs: Tops = -1
+    """The same for the ids of the prompt from the second on."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether draws depend on the ids before, beyond the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def without_minimum(self) -> Sampling:
+        """The same once `min_tokens` are there."""
+        return msgspec.structs.replace(self, min_tokens=0)
 
 
 class Timings(Message, frozen=True):
@@ -118,6 +152,35 @@ class TokensEmitted(Message, frozen=True):
     step: U53
     num_rows: U31
     num_tokens: U31
+
+
+class LogprobsEmitted(Message, frozen=True):
+    """Of the tokens of the next TokensEmitted whose requests asked for them: natural logarithms of the probabilities
+    before any processing. `num_rows` tokens, `num_tops` likeliest ones of theirs together.
+
+    Blob: int64 request[num_rows], int32 attempt[num_rows], int32 index[num_rows] (place in the completion), int32
+    count[num_rows] (of its likeliest), float32 logprob[num_rows], int32 place[num_rows] (among the likeliest, from 1);
+    then int32 id[num_tops], float32 logprob[num_tops], of each token the likeliest first.
+    """
+
+    step: U53
+    num_rows: U31
+    num_tops: U31
+
+
+class PromptScored(Message, frozen=True):
+    """The same for ids [first, first + count) of a prompt, with `tops` likeliest ids at each place. It goes the way of
+    the hand-off, through the decode rank, so it is there before the request can end. `epoch` is for the decode rank.
+
+    Blob: float32 logprob[count], int32 place[count], int32 id[count, tops], float32 logprob[count, tops].
+    """
+
+    request: U53
+    attempt: U31
+    epoch: U53
+    first: U31
+    count: U31
+    tops: Annotated[int, msgspec.Meta(ge=0, le=TOP_LIMIT)]
 
 
 class RequestStarted(Message, frozen=True):
@@ -374,6 +437,15 @@ class PagesPushed(Message, frozen=True):
     last write, the slab."""
 
 
+class TokenScored(Message, frozen=True):
+    """What a request asked to be told of its first token: as in LogprobsEmitted."""
+
+    logprob: Figure
+    place: U31
+    ids: Annotated[tuple[U31, ...], msgspec.Meta(max_length=TOP_LIMIT)] = ()
+    logprobs: Annotated[tuple[Figure, ...], msgspec.Meta(max_length=TOP_LIMIT)] = ()
+
+
 class PrefillCommitted(Message, frozen=True):
     """Prefill to decode: all pages and the slab are written; here is the first token. Also ends the epoch."""
 
@@ -386,6 +458,7 @@ class PrefillCommitted(Message, frozen=True):
     pushes: U31
     post_us: U53
     timings: Timings
+    first_scored: TokenScored | None = None
 
 
 class EpochEnded(Message, frozen=True):
@@ -1077,18 +1150,24 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     110: SetDrain,
     111: CancelRequests,
     112: ActDone,
+    120: LogprobsEmitted,
+    121: PromptScored,
 }
 MESSAGE_TO_KIND: dict[type[Message], int] = {message: kind for kind, message in KIND_TO_MESSAGE.items()}
 
 # What each link's reader accepts; anything else is a RemoteProtocolError.
 HEAD_FROM_CLIENT: frozenset[type[Message]] = frozenset({ClientHello, Submit, CancelRequest})
 CLIENT_FROM_HEAD: frozenset[type[Message]] = frozenset(
-    {HeadHello, RequestStarted, TokensEmitted, RequestFinished, RequestFailed, Refused}
+    {
+        *(HeadHello, RequestStarted, TokensEmitted, RequestFinished, RequestFailed, Refused),
+        *(LogprobsEmitted, PromptScored),
+    }
 )
 HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
     {
         *(RankHello, RankStarting, RankReady, RankSnapshot, WriterOverdue, PairCounts),
         *(RequestStarted, TokensEmitted, RequestFinished, RequestFailed, RequestAborted),
+        *(LogprobsEmitted, PromptScored),
         *(GroupPrepared, GroupJoined, AskWake, PeerAccused, ExpertLoads),
         *(SlotsCopied, CopyFailed, EpochReady, EpochFlipped, EpochWithdrawn, EpochReclaimed),
     }
@@ -1099,7 +1178,9 @@ RANK_FROM_HEAD: frozenset[type[Message]] = frozenset(
         *(PrepareEpoch, HoldCopies, ReleaseCopies, WithdrawEpoch, AdoptEpoch, BurnEpoch, SlotsCopied),
     }
 )
-DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})
+DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset(
+    {PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded}
+)
 PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
 HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset(
     {

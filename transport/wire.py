@@ -47,6 +47,8 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.Submit: IDS_LIMIT,
     messages.StartPrefill: IDS_LIMIT,
     messages.TokensEmitted: 1 << 20,
+    messages.LogprobsEmitted: 8 << 20,
+    messages.PromptScored: 4 << 20,
     messages.PagesGranted: 1 << 20,
     messages.PeerHello: 64 << 10,
     messages.PeerWelcome: 64 << 10,
@@ -151,6 +153,10 @@ def _check_blob(message: Message, blob_len: int) -> str | None:
     """Where the message says how long its blob is, it must be: so receivers may slice without looking."""
     if isinstance(message, messages.TokensEmitted):
         expected = 20 * message.num_rows + 4 * message.num_tokens
+    elif isinstance(message, messages.LogprobsEmitted):
+        expected = 28 * message.num_rows + 8 * message.num_tops
+    elif isinstance(message, messages.PromptScored):
+        expected = 8 * message.count * (1 + message.tops)
     elif isinstance(message, messages.PagesGranted):
         expected = 4 * message.num_pages
     elif isinstance(message, messages.SlotsCopied):

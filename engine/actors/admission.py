@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.core.request import find_unfit_sampling
 from engine.errors import RequestRefused
 from transport.messages import Submit
 
@@ -25,6 +26,9 @@ def check_submission(message: Submit, blob: bytes | memoryview, *, vocab_size: i
         raise RequestRefused("bad_request", f"{message.generated} of max_tokens {asked} are generated already")
     if message.sampling.min_tokens > asked:
         raise RequestRefused("bad_request", f"min_tokens {message.sampling.min_tokens} is more than max_tokens {asked}")
+    unfit = find_unfit_sampling(message.sampling, vocab_size)
+    if unfit is not None:
+        raise RequestRefused("bad_request", unfit)
     if prompt + asked > max_model_tokens:
         # Clients of benchmarks look for the words "maximum context length".
         raise RequestRefused(

@@ -15,12 +15,23 @@ import trio
 from engine.actors.group import Group, Wire
 from engine.actors.partreport import is_stuck, list_troubles, report_part
 from engine.config import ExpertsConfig, PoolConfig
+from engine.core.heat import Heat, HeatInput
 from engine.core.pact import PARTS
 from engine.core.parts import MadePlan, MoveRefused, PartBalance, PartRules
 from engine.core.planning import PlannedMoves, PlanRequest
 from engine.errors import EngineError
 from engine.log import log_event
-from transport.messages import ExpertsReport, RankReady, Rebalance, RebalanceAnswer, Refused, Role
+from transport.messages import (
+    AskHeat,
+    ExpertsReport,
+    HeatReport,
+    PartReport,
+    RankReady,
+    Rebalance,
+    RebalanceAnswer,
+    Refused,
+    Role,
+)
 from transport.wire import Frame
 
 logger = logging.getLogger("engine.balancer")
@@ -71,6 +82,8 @@ class Balancer:
         self._rank_to_group = {rank: group for group in self.groups for rank in group.ranks}
         self._num_plans = 0
         self._stuck: set[int] = set()
+        self._checks: dict[tuple[Role, int, int], float] = {}
+        self._heats: dict[tuple[Role, int, int], Heat] = {}
 
     # ------------------------------------------------------------ what the supervisor brings
 
@@ -98,7 +111,40 @@ class Balancer:
     # ------------------------------------------------------------ what others may know
 
     def report(self) -> ExpertsReport:
-        return ExpertsReport(tuple(report_part(group, part) for group in self.groups for part in group.parts))
+        return ExpertsReport(tuple(self._report(group, part) for group in self.groups for part in group.parts))
+
+    def _report(self, group: Group, part: PartBalance) -> PartReport:
+        check_at = self._checks.get((group.pool, group.number, part.part))
+        return report_part(group, part, plan_age_s=self._limits.plan_age_s, check_at=check_at)
+
+    def heat(self, ask: AskHeat) -> tuple[HeatReport, bytes] | Refused:
+        """Where the load of a part's experts is, with its blob; Refused if there is no such part or layer."""
+        try:
+            group, part = self._find(ask)
+        except MoveRefused as refusal:
+            return Refused(str(refusal)[:4096])
+        info, window, placement = part.info, part.measured.window, part.placement
+        if ask.layer >= info.layers:
+            return Refused(f"part {info.name} has layers 0 to {info.layers - 1}, there is no layer {ask.layer}")
+        heat = self._heats.setdefault((group.pool, group.number, part.part), Heat())
+        absent = frozenset(range(len(group.ranks))) - group.roster.living
+        loads, rank_loads, after = window.expected(), part.sum_rank_loads(), part.expected_placement
+        blob = heat.pack(ask.layer, HeatInput(loads, rank_loads, placement, after, part.moved, absent))
+        report = HeatReport(
+            pool=group.pool,
+            group=group.number,
+            part=info.name,
+            layer=ask.layer,
+            layers=info.layers,
+            experts=info.experts,
+            ranks=len(group.ranks),
+            slots_per_rank=info.slots,
+            has_plan=after is not None,
+            steps=window.total_steps,
+            us_per_row=part.measured.us_per_token,
+            rows_per_step=float(rank_loads.mean()),
+        )
+        return report, blob
 
     def degraded(self) -> tuple[str, ...]:
         """One sentence for each thing that is not as it should be, though requests are served."""
@@ -120,18 +166,23 @@ class Balancer:
                 action=message.action, by=by, msg=str(refusal),
             )  # fmt: skip
             return Refused(str(refusal)[:4096])
-        return RebalanceAnswer(done[:4096], report_part(group, part))
+        return RebalanceAnswer(done[:4096], self._report(group, part))
 
-    def _find(self, message: Rebalance) -> tuple[Group, PartBalance]:
+    def _find(self, message: Rebalance | AskHeat) -> tuple[Group, PartBalance]:
         for group in self.groups:
             if (group.pool, group.number) == (message.pool, message.group):
                 for part in group.parts:
                     if part.info.name == message.part:
                         return group, part
                 if group.parts:
-                    raise MoveRefused(f"the model has no part {message.part}")
+                    names = " and ".join(part.info.name for part in group.parts)
+                    raise MoveRefused(f"the model has no part {message.part}, it has {names}")
                 raise MoveRefused(f"no rank of {group.name} is ready yet")
-        raise MoveRefused(f"there is no {message.pool} group {message.group} that shares experts between ranks")
+        known = ", ".join(group.name for group in self.groups)
+        others = f"there is {known}" if known else "no group does"
+        raise MoveRefused(
+            f"there is no {message.pool} group {message.group} that shares experts between ranks; {others}"
+        )
 
     async def _act(self, group: Group, part: PartBalance, by: str, message: Rebalance) -> str:
         reason = message.reason
@@ -258,6 +309,7 @@ class Balancer:
     async def _run_auto(self, group: Group, index: int) -> None:
         config = self._experts[index]
         while True:
+            self._checks[group.pool, group.number, index] = trio.current_time() + config.interval_s
             await trio.sleep(config.interval_s)
             if index < len(group.parts) and group.parts[index].mode == "auto" and not group.is_stopping:
                 await self._balance(group, group.parts[index], config.min_gain_us)

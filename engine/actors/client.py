@@ -20,6 +20,7 @@ from typing import Protocol, cast
 
 import trio
 
+from engine.actors.told import Told, read_scores, take_prompt
 from engine.actors.unanswered import Unanswered
 from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
 from transport import messages
@@ -53,6 +54,8 @@ class Row:
         order: place of the latest submission among all submissions of the connection.
         place: in the table of the latest connection, see `Unanswered`; -1 before.
         started: the engine's account of the latest attempt that got so far; there once a token is.
+        told, prompt_told: log-probabilities of `generated` and of the prompt, as far as `sampling` asks for them; what
+            is told of a token is there before the token.
     """
 
     prompt: bytes
@@ -68,6 +71,8 @@ class Row:
     order: int = 0
     place: int = -1
     started: RequestStarted | None = None
+    told: Told | None = None
+    prompt_told: Told | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -231,6 +236,19 @@ class HeadClient:
                 row = self._take_row(fact.request, fact.attempt)
                 if row is not None:
                     self._sink.row_failed(row, fact)
+            case messages.LogprobsEmitted() as fact:
+                for scored in read_scores(fact, frame.blob):
+                    row = self._find_row(scored.request, scored.attempt)
+                    if row is not None:
+                        if row.told is None:
+                            row.told = Told()
+                        row.told.extend(scored.index, *scored.columns)
+            case messages.PromptScored() as fact:
+                row = self._find_row(fact.request, fact.attempt)
+                if row is not None:
+                    if row.prompt_told is None:
+                        row.prompt_told = Told(missing=1)
+                    take_prompt(row.prompt_told, fact, frame.blob)
             case messages.Refused() as fact:
                 raise ClientRefused(f"the head refused this client: {fact.message}")
             case other:

@@ -12,48 +12,39 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import trio
 
 from engine.actors.accept import ClientLimits, run_clients
-from engine.actors.balancer import BalanceLimits, Balancer, MakePlan
+from engine.actors.answers import Acts, Answers, ServeOperators
+from engine.actors.balancer import REASONS, BalanceLimits, Balancer, MakePlan
 from engine.actors.processes import RankProcess
 from engine.actors.router import Router, RouterLimits, run_deadlines
 from engine.actors.supervisor import Supervisor, SupervisorLimits
 from engine.config import ClusterConfig
+from engine.core.events import EventRing
 from engine.errors import EngineError
 from engine.log import log_event
 from transport.messages import (
     PROTOCOL_VERSION,
-    ExpertsReport,
+    TEXT_LIMIT,
+    ActDone,
+    CancelRequests,
     HeadHello,
-    Rebalance,
-    RebalanceAnswer,
     Refused,
+    SetDrain,
     Shutdown,
     StatusReport,
 )
 
 logger = logging.getLogger("engine.head")
 
+GONE_LISTED = 20
+"""Requests that an answer to CancelRequests names."""
+
 T = TypeVar("T")
-
-Act = Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]]
-
-ServeOperators = Callable[
-    [
-        trio.abc.Listener[trio.SocketStream],
-        Callable[[], StatusReport],
-        Callable[[], ExpertsReport],
-        Callable[[Shutdown], int] | None,
-        Act | None,
-    ],
-    Awaitable[None],
-]
-"""Listener, answers to AskStatus and AskExperts, and what Shutdown and Rebalance do: None where one may only read."""
-
 
 class NotReady(EngineError):
     """The ranks were not ready in the time that the caller gave."""
@@ -71,6 +62,7 @@ class HeadPorts:
         signals: yields for every request to stop from the terminal or the system.
         parent_gone: returns when whoever started this head for himself is gone; None if nobody did.
         pid: of this process.
+        events: what this process logs, kept for operators.
     """
 
     requests: trio.abc.Listener[trio.SocketStream]
@@ -82,6 +74,7 @@ class HeadPorts:
     signals: AsyncIterator[int]
     parent_gone: Callable[[], Awaitable[None]] | None
     pid: int
+    events: EventRing
 
 
 class _Stop:
@@ -112,7 +105,15 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         NotReady: see `ready_within_s`.
     """
     limits = config.limits
-    router = Router(_pick(RouterLimits, limits, vocab_size=config.vocab_size, max_model_tokens=config.max_model_tokens))
+    routing = _pick(
+        RouterLimits,
+        limits,
+        vocab_size=config.vocab_size,
+        max_model_tokens=config.max_model_tokens,
+        ttft_limit_us=round(1e6 * config.slo.ttft_p90_s),
+        itl_limit_us=round(1e6 * config.slo.itl_p99_s),
+    )
+    router = Router(routing)
     balancer = Balancer(
         {"prefill": config.prefill, "decode": config.decode},
         (config.experts_main, config.experts_draft),
@@ -141,13 +142,27 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             failed=router.num_failed,
             cancelled=router.num_cancelled,
             ranks=supervisor.rank_statuses(),
-            degraded=balancer.degraded(),
+            degraded=(*router.missed_limits(), *supervisor.degraded(), *balancer.degraded())[:REASONS],
+            is_stopping=router.is_draining,
+            waiting_limit=limits.queue_requests,
         )
 
-    def shutdown(message: Shutdown) -> int:
-        log_event(logger, "info", "head.shutdown", drain_s=message.drain_ms / 1e3, msg=message.reason)
+    def shutdown(message: Shutdown, user: str) -> int:
+        log_event(logger, "info", "head.shutdown", user=user, drain_s=message.drain_ms / 1e3, msg=message.reason)
         stop.ask(message.drain_ms / 1e3)
         return router.num_running + router.num_waiting
+
+    def drain(message: SetDrain, user: str) -> ActDone | Refused:
+        why = f"{'drained' if message.drain else 'undrained'} by {user}"
+        why += f" ({message.reason})" if message.reason else ""
+        try:
+            done = supervisor.set_drain(message.ranks, message.drain, why[:TEXT_LIMIT])
+        except ValueError as refusal:
+            return Refused(str(refusal)[:TEXT_LIMIT])
+        return ActDone(done[:TEXT_LIMIT])
+
+    def cancel(message: CancelRequests, user: str) -> ActDone | Refused:
+        return describe_cancel(message.requests, router.cancel_requests(message.requests))
 
     async def watch_signals() -> None:
         async for signum in ports.signals:
@@ -177,9 +192,19 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         config_digest=config.digest,
         max_inflight=limits.client_inflight,
     )
+    answers = Answers(
+        status=report,
+        experts=balancer.report,
+        traffic=router.traffic,
+        requests=router.list_requests,
+        heat=balancer.heat,
+        links=supervisor.links,
+        events=ports.events,
+    )
+    acts = Acts(shutdown=shutdown, rebalance=balancer.act, drain=drain, cancel=cancel)
     async with ports.requests, ports.read, ports.admin, trio.open_nursery() as operators:
-        operators.start_soon(ports.serve_operators, ports.read, report, balancer.report, None, None)
-        operators.start_soon(ports.serve_operators, ports.admin, report, balancer.report, shutdown, balancer.act)
+        operators.start_soon(ports.serve_operators, ports.read, answers, None)
+        operators.start_soon(ports.serve_operators, ports.admin, answers, acts)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervisor.run)
             nursery.start_soon(balancer.run)
@@ -201,6 +226,17 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         log_event(logger, "info", "head.gone", **counts)
         operators.cancel_scope.cancel()
     return stop.signals
+
+
+def describe_cancel(asked: Sequence[int], known: Sequence[int]) -> ActDone | Refused:
+    """What became of an operator's wish to end the requests `asked`, of which the router knew `known`."""
+    ended = set(known)
+    gone = [str(number) for number in dict.fromkeys(asked) if number not in ended]
+    listed = ", ".join(gone[:GONE_LISTED]) + (" ..." if len(gone) > GONE_LISTED else "")
+    if not known:
+        return Refused(f"no such request, or it has ended: {listed}")
+    done = f"cancelled {len(known)} request{'s' if len(known) > 1 else ''}"
+    return ActDone(f"{done}; had ended before: {listed}" if gone else done)
 
 
 def _pick(kind: type[T], limits: object, **more: object) -> T:

@@ -22,12 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Link:
-    """A greeted pair stream. `target` and `remote_pages` are the prefill side's; `pushes` counts running transfers."""
+    """A greeted pair stream. `target`, `remote_pages` and `rank`, the decode rank's, are the prefill side's; `pushes`
+    counts running transfers."""
 
     frames: FrameStream
     scope: trio.CancelScope
     target: Target | None = None
     remote_pages: int = 0
+    rank: int = -1
     pushes: int = 0
     quiet: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
 
@@ -60,6 +62,10 @@ class Links:
 
     def find(self, number: int) -> Link | None:
         return self._links.get(number)
+
+    def list_ranks(self) -> list[int]:
+        """Decode ranks with a link, on a prefill rank."""
+        return [link.rank for link in self._links.values()]
 
     def post(self, number: int, message: Message, blob: bytes) -> None:
         """Queues a frame. On a link that is gone, or does not take it, the loss is told by LinkLost."""

@@ -189,7 +189,7 @@ async def _dial_once(
             answers = f"rank {welcome.rank}, life {welcome.generation} answers at {up.address}"
             raise RemoteProtocolError(why or answers)
         target = await fabric.connect(bytes(frame.blob))
-        greeted = Link(frames, scope, target, welcome.num_pages)
+        greeted = Link(frames, scope, target, welcome.num_pages, up.rank)
         return greeted
 
     try:

@@ -13,13 +13,18 @@ from engine.core.ledger import max_over_mean
 from engine.core.load import Skew
 from engine.core.membership import RosterPhase
 from engine.core.parts import MadePlan, PartBalance
-from transport.messages import PartReport, PlanFigures, SkewFigures
+from transport.messages import TEXT_LIMIT, PartReport, PlanFigures, SkewFigures
 
 State = Literal["forming", "idle", "planning", "moving", "paused", "withdrawing", "incomplete"]
 
 
-def report_part(group: Group, part: PartBalance) -> PartReport:
-    """All of it, as it is now."""
+def report_part(group: Group, part: PartBalance, *, plan_age_s: float, check_at: float | None) -> PartReport:
+    """All of it, as it is now.
+
+    Args:
+        plan_age_s: a plan older than this is not applied.
+        check_at: when `auto` wakes up next; None if it does not.
+    """
     now = trio.current_time()
     copied, total = part.count_copies()
     info, placement, window = part.info, part.placement, part.measured.window
@@ -54,7 +59,23 @@ def report_part(group: Group, part: PartBalance) -> PartReport:
         moved_bytes_total=totals.moved_bytes,
         took_ms_total=totals.took_ms,
         took_counts=tuple(totals.took_counts),
+        plan_age_limit_ms=int(1e3 * plan_age_s),
+        next_check_ms=_next_check(group, part, check_at, now),
+        done_text=_describe_doing(part)[:TEXT_LIMIT],
     )
+
+
+def _next_check(group: Group, part: PartBalance, check_at: float | None, now: float) -> int:
+    """Milliseconds, at least 1 where there is a next one: while `auto` looks, it looks now."""
+    if check_at is None or part.mode != "auto" or group.is_stopping:
+        return 0
+    return max(1, int(1e3 * (check_at - now)))
+
+
+def _describe_doing(part: PartBalance) -> str:
+    if part.migration is not None:
+        return part.describe_run()
+    return f"a plan for {part.planning_for} is being made" if part.planning_for else ""
 
 
 def _state(group: Group, part: PartBalance) -> State:

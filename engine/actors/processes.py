@@ -9,8 +9,9 @@ from typing import Protocol
 import trio
 
 from engine.actors.phases import PhaseReport
+from engine.core.pushes import PairRows
 from engine.errors import Overflow, PeerGone
-from transport.messages import Message, RankReady, RankSnapshot, Role
+from transport.messages import Message, RankReady, RankSnapshot, RankStarting, Role
 from transport.stream import FrameStream
 
 
@@ -53,10 +54,15 @@ class Row:
     restarts: int = 0
     heard_at: float = 0.0
     snapshot: RankSnapshot | None = None
+    pairs: PairRows | None = None
+    """What a prefill rank has pushed to whom, newest."""
     ready: RankReady | None = None
     link: FrameStream | None = None
     process: RankProcess | None = None
     phases: PhaseReport | None = None
+    progress: RankStarting | None = None
+    """The last word of a start-up phase of the present life, and when that phase began."""
+    phase_at: float = 0.0
     scope: trio.CancelScope = dataclasses.field(default_factory=trio.CancelScope)
     """Of the present life, or of the pause before the next one."""
     why: str | None = None

@@ -11,6 +11,7 @@ import trio
 from engine.actors.intake import Inbox, PushDone, PushFailed
 from engine.actors.links import Link, Links
 from engine.core.effects import StartPush
+from engine.core.pushes import PushMeter
 from engine.errors import FabricError
 from engine.ports import Device
 from transport.fabric import Fabric, Transfer
@@ -21,6 +22,7 @@ async def run_push(
     fabric: Fabric,
     links: Links,
     inbox: Inbox,
+    meter: PushMeter,
     *,
     num_pages: int,
     transfer_s: float,
@@ -31,6 +33,7 @@ async def run_push(
     Transfers are few (one per chunk) and bounded by the rank's pages, since each names at least one.
 
     Args:
+        meter: counts them by decode rank.
         num_pages: pages of this rank: slab s is block `num_pages + s` of its block table.
         transfer_s: after so long a transfer counts as overdue.
         reader: computes a checksum of what each push reads, while it runs; None for no checksums.
@@ -48,10 +51,12 @@ async def run_push(
             try:
                 transfer = fabric.push(link.target, local, remote)
             except FabricError as error:
+                meter.fail(link.rank)
                 inbox.put(PushFailed(order.key, str(error), "void"))
                 continue
             link.count_push(+1)
-            nursery.start_soon(_wait, order, transfer, link, fabric, inbox, transfer_s, reader)
+            meter.start(link.rank)
+            nursery.start_soon(_wait, order, transfer, link, fabric, inbox, meter, transfer_s, reader)
 
 
 async def _wait(
@@ -60,6 +65,7 @@ async def _wait(
     link: Link,
     fabric: Fabric,
     inbox: Inbox,
+    meter: PushMeter,
     transfer_s: float,
     reader: Device | None,
 ) -> None:
@@ -71,12 +77,17 @@ async def _wait(
         with trio.move_on_after(transfer_s) as overdue:
             report = await fabric.wait(transfer)
         if overdue.cancelled_caught:
+            meter.fail(link.rank)
             why = f"a write of {order.count} pages to {link.frames.name} is not done after {transfer_s:g} s"
             inbox.put(PushFailed(order.key, why, "overdue"))
             report = await fabric.wait(transfer)
     except FabricError as error:
+        if not overdue.cancelled_caught:
+            meter.fail(link.rank)
         inbox.put(PushFailed(order.key, str(error), "failed"))
     else:
+        meter.land(link.rank, report.num_bytes, report.transfer_us)
         inbox.put(PushDone(order.key, order.first, order.count, report, checksum))
     # Only now: whoever waits for quiet forgets the target, and the end must be told before that.
+    meter.end(link.rank)
     link.count_push(-1)

@@ -26,6 +26,7 @@ from engine.core.decode import DecodeSide
 from engine.core.effects import ReadBack, StartCopy, StartPush
 from engine.core.experts import ExpertSide
 from engine.core.prefill import PrefillSide
+from engine.core.pushes import PushMeter
 from engine.core.schedule import SideSizes, StepLimits
 from engine.core.switch import COPIES_RUNNING
 from engine.core.telemetry import Meters
@@ -35,6 +36,7 @@ from transport.fabric import Fabric
 from transport.messages import (
     PROTOCOL_VERSION,
     RANK_FROM_HEAD,
+    PairCounts,
     PeerDown,
     PeerUp,
     RankHello,
@@ -168,7 +170,7 @@ async def _run_side(
     info, limits = device.info, identity.config.limits
     sizes = _sizes(identity, info)
     settings = PairSettings(identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s)
-    links, meters = Links(), Meters()
+    links, meters, pushed = Links(), Meters(), PushMeter()
     side: Side
     tickets = Tickets()
     # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
@@ -186,6 +188,7 @@ async def _run_side(
                     fabric,
                     links,
                     inbox,
+                    pushed,
                     num_pages=info.num_pages,
                     transfer_s=limits.transfer_s,
                     reader=device if sizes.checksums else None,
@@ -203,6 +206,9 @@ async def _run_side(
         members.fabric = fabric
         group = _open_group(identity, head, inbox, members, device, fabric, nursery)
 
+        def count_pairs() -> tuple[PairCounts, bytes]:
+            return pushed.build(identity.rank, identity.generation, links.list_ranks())
+
         async def report() -> None:
             await run_report(
                 head,
@@ -215,6 +221,7 @@ async def _run_side(
                 step_s=limits.step_s,
                 read_rss_bytes=ports.process.read_rss_bytes,
                 is_stalled=lambda: group is not None and group.is_stalled,
+                count_pairs=count_pairs if identity.config.role == "prefill" else None,
             )
 
         head.post(_ready(identity, info, fabric, ports.peer_address), b"" if group is None else fabric.describe())

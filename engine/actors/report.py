@@ -9,6 +9,7 @@ import trio
 from engine.actors.intake import DeviceFailed, Inbox
 from engine.core.telemetry import Gauges, Meters, build_snapshot
 from engine.errors import DeviceError
+from transport.messages import PairCounts
 from transport.stream import FrameStream
 
 LAG_PERIOD_S = 0.05
@@ -28,11 +29,14 @@ async def run_report(
     step_s: float,
     read_rss_bytes: Callable[[], int],
     is_stalled: Callable[[], bool] = lambda: False,
+    count_pairs: Callable[[], tuple[PairCounts, bytes]] | None = None,
 ) -> None:
-    """Posts a snapshot every `snapshot_s`; a step that is not done after `step_s` is reported as a failed device.
+    """Posts a snapshot every `snapshot_s`, and what was pushed to whom; a step that is not done after `step_s` is
+    reported as a failed device.
 
     Args:
         is_stalled: the step waits for other ranks, which the device bounds by itself.
+        count_pairs: of a prefill rank: what it has pushed to whom, with its blob.
     """
     while True:
         await trio.sleep(snapshot_s)
@@ -45,6 +49,8 @@ async def run_report(
         if head.pending_bytes <= UNREAD_BYTES:
             rss_bytes = read_rss_bytes()
             head.post(build_snapshot(rank, generation, read_gauges(), meters, now_us=now_us, rss_bytes=rss_bytes))
+            if count_pairs is not None:
+                head.post(*count_pairs())
 
 
 async def run_lag(meters: Meters) -> None:

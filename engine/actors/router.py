@@ -19,35 +19,42 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import msgspec
 import trio
 
 from engine.actors.admission import check_submission
+from engine.actors.listing import list_requests
 from engine.actors.rows import RowTable
 from engine.actors.seats import Client, Entry, Part, Seat
 from engine.core.backlog import Backlog
 from engine.core.routing import BrokenPairs, Pair, can_ever_hold, choose_pair
+from engine.core.traffic import Traffic
 from engine.errors import RemoteProtocolError, RequestRefused
 from engine.log import log_event
 from transport.messages import (
     TEXT_LIMIT,
     Abort,
+    AskRequests,
     CancelRequest,
     FailureCode,
+    LogprobsEmitted,
+    PromptScored,
     RankReady,
     RankSnapshot,
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestsReport,
     RequestStarted,
     ReservePages,
     Role,
     StartPrefill,
     Submit,
     TokensEmitted,
+    TrafficReport,
 )
 from transport.stream import FrameStream
 from transport.wire import Frame
@@ -56,6 +63,7 @@ logger = logging.getLogger("engine.router")
 
 _PAIR_LOST = ("rank_lost", "transfer_failed", "kv_corrupt")
 """Failures that may lie between the two ranks: another pair is tried first for a while."""
+_CANCELLED_BY_OPERATOR = "an operator of the engine cancelled this request"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +77,8 @@ class RouterLimits:
     abort_s: float
     vocab_size: int
     max_model_tokens: int
+    ttft_limit_us: int = 0
+    itl_limit_us: int = 0
 
 
 class Router:
@@ -85,10 +95,9 @@ class Router:
         self._backlog: Backlog[Entry] = Backlog(max_requests=limits.queue_requests, max_ids=limits.queue_prompt_tokens)
         self._idle = trio.Event()
         self._idle.set()
+        self._drained: set[int] = set()
+        self._traffic = Traffic(ttft_limit_us=limits.ttft_limit_us, itl_limit_us=limits.itl_limit_us)
         self.is_draining = False
-        self.num_finished = 0
-        self.num_failed = 0
-        self.num_cancelled = 0
 
     # ------------------------------------------------------------ what others may know
 
@@ -97,12 +106,47 @@ class Router:
         return self._backlog.num_requests
 
     @property
+    def num_finished(self) -> int:
+        return self._traffic.finished
+
+    @property
+    def num_failed(self) -> int:
+        """Refused ones are among them."""
+        return self._traffic.failed + self._traffic.refused
+
+    @property
+    def num_cancelled(self) -> int:
+        return self._traffic.cancelled
+
+    @property
     def num_running(self) -> int:
         """Requests that are on ranks and that somebody still waits for."""
         return sum(1 for entry in self._entries.values() if entry.prefill is not None and entry.client is not None)
 
     def ready_roles(self) -> frozenset[Role]:
         return frozenset(seat.role for seat in self._seats.values())
+
+    def requests_on(self, rank: int) -> int:
+        """Requests that a rank has, as far as the head knows; 0 while it is not ready."""
+        seat = self._seats.get(rank)
+        return 0 if seat is None else len(seat.parts)
+
+    def traffic(self) -> TrafficReport:
+        """Totals and latencies since the start."""
+        return self._traffic.report(
+            trio.current_time(),
+            waiting=self._backlog.num_requests,
+            waiting_tokens=self._backlog.num_ids,
+            running=self.num_running,
+        )
+
+    def missed_limits(self) -> tuple[str, ...]:
+        """One sentence for each latency limit of the operator that was missed over the last minute."""
+        return self._traffic.missed_limits(trio.current_time())
+
+    def list_requests(self, ask: AskRequests) -> RequestsReport:
+        """What has not ended, the oldest first."""
+        return list_requests(self._entries.values(), ask, self._rows.generated, trio.current_time())
 
     async def wait_idle(self) -> None:
         """Until no request is left, neither waiting nor on a rank."""
@@ -123,6 +167,7 @@ class Router:
         client.dropped = True
         for number in list(client.request_to_number.values()):
             entry = self._entries[number]
+            self._traffic.cancelled += 1
             self._forget_client(entry)
             self._give_up(entry, "client gone")
         self._dispatch()
@@ -150,7 +195,7 @@ class Router:
         try:
             self._check(client, message, blob)
         except RequestRefused as refusal:
-            self.num_failed += 1
+            self._traffic.refused += 1
             log_event(
                 logger, "info", "request.refuse", code=refusal.code, label=message.label or None, msg=str(refusal)
             )
@@ -165,9 +210,11 @@ class Router:
                 )
             )
             return
-        number = self._rows.open(client.key, message.request, message.attempt)
+        number = self._rows.open(client.key, message.request, message.attempt, message.generated)
         num_ids = len(blob) // 4
-        entry = Entry(number, client, message, num_ids, blob, trio.current_time())
+        now = trio.current_time()
+        entry = Entry(number, client, message, num_ids, blob, now, client_name=client.name, state_at=now)
+        self._traffic.accepted += 1
         self._entries[number] = entry
         client.request_to_number[message.request] = number
         self._backlog.add(number, entry, priority=message.priority, num_ids=num_ids)
@@ -193,10 +240,14 @@ class Router:
         number = client.request_to_number.get(request)
         if number is None:
             return  # it ended while the cancellation was on its way: its end was told
-        entry = self._entries[number]
+        self._cancel_entry(self._entries[number], "cancelled while it waited", "cancelled")
+
+    def _cancel_entry(self, entry: Entry, words_waiting: str, words: str) -> None:
+        """What is being given up already is left to that."""
         if entry.prefill is None:
-            self._fail(entry, "cancelled", "cancelled while it waited", retryable=False)
+            self._fail(entry, "cancelled", words_waiting, retryable=False)
         elif not entry.is_aborting:
+            entry.cancel_words = words
             # Rows pass until the ranks have answered, so that a RequestFinished may overtake with nothing missing.
             entry.abort_deadline = trio.current_time() + self._limits.abort_s
             self._abort_parts(entry)
@@ -207,8 +258,8 @@ class Router:
     def rank_ready(
         self, generation: int, role: Role, link: FrameStream, ready: RankReady, fault: Callable[[str], None]
     ) -> None:
-        """The rank takes requests from now on. PeerUp was posted to the ranks that need it, before this."""
-        self._seats[ready.rank] = Seat(generation, role, link, ready, fault)
+        """The rank takes requests from now on, unless it is drained. PeerUp was posted to ranks that need it before."""
+        self._seats[ready.rank] = Seat(generation, role, link, ready, fault, is_drained=ready.rank in self._drained)
         self._dispatch()
 
     def rank_snapshot(self, snapshot: RankSnapshot) -> None:
@@ -225,7 +276,15 @@ class Router:
         for frame in frames:
             message = frame.message
             if isinstance(message, TokensEmitted):
-                self._forward(message, frame.blob)
+                self._forward(rank, message, frame.blob)
+            elif isinstance(message, LogprobsEmitted):
+                for key, part, columns in self._rows.split_scores(message, frame.blob):
+                    self._clients[key].tell(part, columns)
+            elif isinstance(message, PromptScored):
+                entry = self._lookup(rank, message.request, message.attempt)
+                if entry is not None and entry.client is not None:
+                    word = msgspec.structs.replace(message, request=entry.submit.request)
+                    entry.client.tell(word, bytes(frame.blob))
             elif isinstance(message, RequestStarted):
                 self._started(rank, message)
             elif isinstance(message, RequestFinished):
@@ -254,15 +313,26 @@ class Router:
                 self._fail(entry, "rank_lost", f"{seat.role} rank {rank} is lost: {why}", retryable=True)
         self._dispatch()
 
-    def _forward(self, message: TokensEmitted, blob: bytes | memoryview) -> None:
+    def _forward(self, rank: int, message: TokensEmitted, blob: bytes | memoryview) -> None:
+        num_tokens = 0
         for key, part, columns in self._rows.split(message, blob).parts:
+            num_tokens += part.num_tokens
             self._clients[key].tell(part, columns)
+        seat = self._seats.get(rank)
+        if seat is not None:
+            self._traffic.note_frame(seat.turns, message.num_rows, num_tokens, trio.current_time())
 
     def _started(self, rank: int, message: RequestStarted) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None:
             return
         entry.started = message
+        if not entry.is_aborting:
+            entry.state_at = trio.current_time()
+        seat = self._seats.get(rank)
+        if seat is not None:
+            is_first = message.attempt == 1 and entry.client is not None
+            self._traffic.note_start(seat.turns, entry.number, message, entry.queued_at if is_first else None)
         if entry.prefill is not None and entry.prefill not in entry.awaited:
             self._release(entry, entry.prefill)  # it has done its part
         if entry.client is not None:
@@ -276,7 +346,7 @@ class Router:
         if started is None:
             raise RemoteProtocolError(f"request {message.request} finished without a start")
         if entry.client is not None:
-            self.num_finished += 1
+            self._traffic.note_finish(message)
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
         self._remove(entry)
@@ -304,6 +374,30 @@ class Router:
             return None
         return entry
 
+    # ------------------------------------------------------------ operators
+
+    def cancel_requests(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Ends requests, by the numbers of `list_requests`, as their clients could: one that finishes meanwhile has
+        finished, and one that ends already is left alone.
+
+        Returns:
+            Those that had not ended, in the order given, each once.
+        """
+        known = tuple(number for number in dict.fromkeys(numbers) if number in self._entries)
+        for number in known:
+            self._cancel_entry(self._entries[number], _CANCELLED_BY_OPERATOR, _CANCELLED_BY_OPERATOR)
+        self._dispatch()
+        return known
+
+    def set_drained(self, rank: int, drained: bool) -> None:
+        """From now on, through all lives of the rank, no new requests go there; or they do again."""
+        (self._drained.add if drained else self._drained.discard)(rank)
+        seat = self._seats.get(rank)
+        if seat is not None:
+            seat.is_drained = drained
+        if not drained:
+            self._dispatch()
+
     # ------------------------------------------------------------ the head
 
     def drain(self) -> None:
@@ -329,7 +423,11 @@ class Router:
                     ranks=sorted(entry.awaited),
                     msg=f"no RequestAborted within limits.abort_s ({self._limits.abort_s:g} s)",
                 )
-                self._tell_failed(entry, "cancelled", "cancelled", retryable=False)
+                self._tell_failed(entry, "cancelled", entry.cancel_words, retryable=False)
+
+    def mark_traffic(self) -> None:
+        """Lets the minute of the latency limits go on; call it about every second."""
+        self._traffic.mark(trio.current_time())
 
     # ------------------------------------------------------------ inner moves
 
@@ -368,6 +466,7 @@ class Router:
         self._backlog.remove(entry.number)
         source, sink = self._seats[pair.prefill], self._seats[pair.decode]
         entry.prefill, entry.decode = pair.prefill, pair.decode
+        entry.state_at = trio.current_time()
         source.take(entry.number, Part(entry.num_ids, -(-entry.num_ids // source.ready.page_tokens)))
         sink.take(entry.number, Part(entry.max_length, -(-entry.max_length // sink.ready.page_tokens)))
         submit = entry.submit
@@ -389,7 +488,7 @@ class Router:
                 decode_rank=pair.decode,
                 generated=submit.generated,
                 sampling=submit.sampling,
-                queued_us=int((trio.current_time() - entry.queued_at) * 1e6),
+                queued_us=int((entry.state_at - entry.queued_at) * 1e6),
                 priority=submit.priority,
             ),
             entry.ids,
@@ -406,9 +505,9 @@ class Router:
         if client is None:
             return
         self._forget_client(entry)
-        is_cancelled = code == "cancelled"  # which the client asked for, so it is no failure
-        self.num_cancelled += is_cancelled
-        self.num_failed += not is_cancelled
+        is_cancelled = code == "cancelled"  # which somebody asked for, so it is no failure
+        self._traffic.cancelled += is_cancelled
+        self._traffic.failed += not is_cancelled
         submit = entry.submit
         client.tell(
             RequestFailed(
@@ -454,12 +553,13 @@ class Router:
             seat = self._seats.get(rank) if rank is not None else None
             if rank is not None and seat is not None and entry.number in seat.parts:
                 entry.awaited.add(rank)
+                entry.state_at = trio.current_time()
                 seat.tell(Abort(request=entry.number, attempt=entry.submit.attempt))
 
     def _settle(self, entry: Entry) -> None:
         """Ends an aborted request once no rank holds it."""
         if not entry.awaited:
-            self._tell_failed(entry, "cancelled", "cancelled", retryable=False)
+            self._tell_failed(entry, "cancelled", entry.cancel_words, retryable=False)
             self._remove(entry)
 
     def _release(self, entry: Entry, rank: int) -> None:
@@ -502,7 +602,8 @@ class Router:
 
 
 async def run_deadlines(router: Router, period_s: float) -> None:
-    """Looks after overdue aborts, for ever."""
+    """Looks after overdue aborts and the minute of the latency limits, for ever."""
     while True:
         await trio.sleep(period_s)
         router.expire()
+        router.mark_traffic()

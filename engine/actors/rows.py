@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.errors import RemoteProtocolError
-from transport.messages import TokensEmitted
+from transport.messages import LogprobsEmitted, TokensEmitted
 
 SLOT_BITS = 20
 _SLOT_MASK = (1 << SLOT_BITS) - 1
@@ -42,11 +42,12 @@ class RowTable:
         self._attempt = np.zeros(capacity, np.int32)
         self._request = np.zeros(capacity, np.int64)
         self._client = np.zeros(capacity, np.int64)
+        self._generated = np.zeros(capacity, np.int32)
         self._free = list(range(capacity - 1, -1, -1))
         self._life = 0
 
-    def open(self, client: int, request: int, attempt: int) -> int:
-        """Reserves a row; returns the cluster's number for it."""
+    def open(self, client: int, request: int, attempt: int, generated: int = 0) -> int:
+        """Reserves a row; returns the cluster's number for it. `generated`: tokens that the client has already."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -56,7 +57,12 @@ class RowTable:
         self._attempt[slot] = attempt
         self._request[slot] = request
         self._client[slot] = client
+        self._generated[slot] = generated
         return number
+
+    def generated(self, number: int) -> int:
+        """Tokens of its completion that have come; the number must be reserved."""
+        return int(self._generated[number & _SLOT_MASK])
 
     def mute(self, number: int) -> None:
         """Its rows are dropped from now on; the number stays reserved."""
@@ -92,11 +98,13 @@ class RowTable:
         clients = self._client[slots]
         parts: list[tuple[int, TokensEmitted, bytes]] = []
         if bool((live & (clients == clients[0])).all()):
+            self._generated[slots] = index + count
             renumbered = self._request[slots].astype("<i8", copy=False).tobytes()
             parts.append((int(clients[0]), message, renumbered + bytes(blob[8 * rows :])))
         else:
             token = np.frombuffer(blob, "<i4", tokens, _ROW_BYTES * rows)
             token_row = np.repeat(np.arange(rows), count)
+            self._generated[slots[live]] = (index + count)[live]
             for owner in np.unique(clients[live]).tolist():
                 mine = live & (clients == owner)
                 columns: tuple[npt.NDArray[np.generic], ...] = (
@@ -110,11 +118,43 @@ class RowTable:
                 parts.append((owner, part, b"".join(column.tobytes() for column in columns)))
         return Split(parts, rows - int(live.sum()))
 
+    def split_scores(
+        self, message: LogprobsEmitted, blob: bytes | memoryview
+    ) -> list[tuple[int, LogprobsEmitted, bytes]]:
+        """Sorts what is told of tokens by client, as `split` does with the tokens themselves.
+
+        Raises:
+            RemoteProtocolError: the blob does not have the layout that the message states.
+        """
+        rows, tops = message.num_rows, message.num_tops
+        if len(blob) != 28 * rows + 8 * tops:
+            raise RemoteProtocolError(f"LogprobsEmitted of {rows} rows and {tops} likeliest has {len(blob)} bytes")
+        numbers = np.frombuffer(blob, "<i8", rows)
+        ints = np.frombuffer(blob, "<i4", 5 * rows, 8 * rows).reshape(5, rows)  # two of them floats, only moved
+        below = np.frombuffer(blob, "<i4", 2 * tops, 28 * rows).reshape(2, tops)
+        counts = ints[2]
+        if (rows and (int(counts.min()) < 0 or int(numbers.min()) < 0)) or int(counts.sum(dtype=np.int64)) != tops:
+            raise RemoteProtocolError(f"LogprobsEmitted of {rows} rows: counts do not add up to {tops} likeliest")
+        slots = numbers & _SLOT_MASK
+        if rows and int(slots.max()) >= len(self._number):
+            raise RemoteProtocolError("LogprobsEmitted names a request that the head never numbered")
+        live = (self._number[slots] == numbers) & (self._attempt[slots] == ints[0])
+        clients = self._client[slots]
+        row_of_top = np.repeat(np.arange(rows), counts)
+        parts = []
+        for owner in np.unique(clients[live]).tolist():
+            mine = live & (clients == owner)
+            kept = below[:, mine[row_of_top]]
+            part = LogprobsEmitted(step=message.step, num_rows=int(mine.sum()), num_tops=kept.shape[1])
+            columns = (self._request[slots[mine]].astype("<i8"), ints[:, mine], kept)
+            parts.append((owner, part, b"".join(column.tobytes() for column in columns)))
+        return parts
+
     def _grow(self) -> None:
         old = len(self._number)
         if old > _SLOT_MASK:
             raise AssertionError(f"more than {_SLOT_MASK + 1} requests at once: the queue's limits are not kept")
-        for name in ("_number", "_attempt", "_request", "_client"):
+        for name in ("_number", "_attempt", "_request", "_client", "_generated"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         self._free.extend(range(2 * old - 1, old - 1, -1))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from engine.core.routing import RankLoad
+from engine.core.traffic import Turns
 from engine.errors import Overflow, PeerGone
 from transport.messages import Message, RankReady, RequestStarted, Role, Submit
 from transport.stream import FrameStream
@@ -56,6 +57,8 @@ class Seat:
     tokens: int = 0
     pages: int = 0
     quarantined_pages: int = 0
+    is_drained: bool = False
+    turns: Turns = dataclasses.field(default_factory=Turns)
 
     def tell(self, message: Message, blob: bytes | memoryview = b"") -> None:
         try:
@@ -72,6 +75,7 @@ class Seat:
             page_tokens=self.ready.page_tokens,
             num_pages=self.ready.num_pages,
             quarantined_pages=self.quarantined_pages,
+            is_drained=self.is_drained,
         )
 
     def take(self, number: int, part: Part) -> None:
@@ -85,12 +89,19 @@ class Seat:
             return False
         self.tokens -= part.tokens
         self.pages -= part.pages
+        self.turns.streams.discard(number)
         return True
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """A submission. `client` is None once the client needs to hear no more of it."""
+    """A submission.
+
+    Attributes:
+        client: None once the client needs to hear no more of it; `client_name` stays.
+        state_at: when it came into the state that operators see.
+        cancel_words: why it was cancelled, for the client.
+    """
 
     number: int
     client: Client | None
@@ -103,6 +114,9 @@ class Entry:
     started: RequestStarted | None = None
     awaited: set[int] = dataclasses.field(default_factory=set)
     abort_deadline: float | None = None
+    client_name: str = ""
+    state_at: float = 0.0
+    cancel_words: str = "cancelled"
 
     @property
     def max_length(self) -> int:

@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -27,13 +27,17 @@ from engine.actors.group import Wire
 from engine.actors.phases import PhaseReport, describe_progress
 from engine.actors.processes import RankProcess, Row, describe_status
 from engine.actors.router import Router
+from engine.core.drains import Drains
 from engine.core.orders import GROUP_WORDS
+from engine.core.pushes import build_links, read_pairs
 from engine.errors import ConfigError, EngineError, RankLost, RemoteProtocolError
 from engine.log import log_event
 from transport.messages import (
     HEAD_FROM_RANK,
     PROTOCOL_VERSION,
     Drain,
+    LinksReport,
+    PairCounts,
     PeerDown,
     PeerUp,
     RankHello,
@@ -104,6 +108,7 @@ class Supervisor:
         self._limits = limits
         self._digest = config_digest
         self._balancer = balancer
+        self._drains = Drains(roles)
         self._stopping = False
         self._stopped = trio.Event()
         self.became_ready = trio.Event()
@@ -113,34 +118,84 @@ class Supervisor:
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
         now = trio.current_time()
-        return tuple(
-            RankStatus(
-                rank=row.rank,
-                role=row.role,
-                generation=row.generation,
-                pid=row.pid,
-                state=row.state,
-                phase=row.phase,
-                age_ms=int(1e3 * max(0.0, now - row.heard_at)),
-                restarts=row.restarts,
-                snapshot=row.snapshot,
-            )
-            for row in self._rows.values()
+        return tuple(self._status(row, now) for row in self._rows.values())
+
+    def _status(self, row: Row, now: float) -> RankStatus:
+        progress = row.progress if row.state == "starting" else None
+        state, phase, reason = row.state, row.phase, self._drains.reasons.get(row.rank, "")
+        if state in ("lost", "restarting"):
+            reason = row.why or ""
+        elif state == "ready" and row.rank in self._drains.reasons:
+            state, phase = "draining", "" if self._router.requests_on(row.rank) else "drained"
+        return RankStatus(
+            rank=row.rank,
+            role=row.role,
+            generation=row.generation,
+            pid=row.pid,
+            state=state,
+            phase=phase,
+            age_ms=int(1e3 * max(0.0, now - row.heard_at)),
+            restarts=row.restarts,
+            snapshot=row.snapshot,
+            phase_done=0 if progress is None else progress.done,
+            phase_total=0 if progress is None else progress.total,
+            phase_unit="" if progress is None else progress.unit,
+            phase_ms=0 if progress is None else int(1e3 * max(0.0, now - row.phase_at)),
+            reason=reason[:REASON_LIMIT],
         )
+
+    def degraded(self) -> tuple[str, ...]:
+        """One sentence for each reason for which operators have drained ranks."""
+        return tuple(sentence[:REASON_LIMIT] for sentence in self._drains.sentences())
+
+    def links(self) -> tuple[LinksReport, bytes]:
+        """What living prefill ranks have pushed to whom, as they last said it."""
+        alive = (row for row in self._rows.values() if row.link is not None)
+        return build_links({row.rank: row.pairs for row in alive if row.pairs is not None})
 
     def why_not_ready(self) -> tuple[str, ...]:
         """One sentence for each thing that keeps the cluster from serving; empty if nothing does."""
         reasons = []
         for role in ("prefill", "decode"):
             rows = [row for row in self._rows.values() if row.role == role]
-            if not any(row.state == "ready" for row in rows):
-                states = ", ".join(f"rank {row.rank} is {row.state} {row.phase}".rstrip() for row in rows)
+            if not any(row.state == "ready" and row.rank not in self._drains.reasons for row in rows):
+                states = ", ".join(f"rank {row.rank} is {self._describe(row)}" for row in rows)
                 reasons.append(f"no {role} rank is ready: {states}"[:REASON_LIMIT])
         for row in self._rows.values():
             age_s = row.snapshot.step_age_ms / 1e3 if row.snapshot is not None and row.state == "ready" else 0.0
             if age_s > self._limits.progress_s:
                 reasons.append(f"{row.role} rank {row.rank} has work and finished no step for {age_s:.1f} s")
         return tuple(reasons)
+
+    def _describe(self, row: Row) -> str:
+        if row.state == "ready" and row.rank in self._drains.reasons:
+            return self._drains.reasons[row.rank] or "drained"
+        return f"{row.state} {row.phase}".rstrip()
+
+    # ------------------------------------------------------------ operators
+
+    def set_drain(self, ranks: Sequence[int], drain: bool, reason: str) -> str:
+        """Takes ranks out of routing, or puts them back; what they have is finished, and they stay up. A drained rank
+        stays so through its next lives.
+
+        Args:
+            reason: who drains it, and why: `drained by alice (fans)`.
+
+        Returns:
+            What was done, in words.
+
+        Raises:
+            ValueError: says why nothing was done: no such rank, or the last of its role that takes requests.
+        """
+        if drain:
+            ready = frozenset(row.rank for row in self._rows.values() if row.state == "ready")
+            done, changed = self._drains.drain(ranks, reason, ready)
+        else:
+            done, changed = self._drains.undrain(ranks)
+        for rank in sorted(changed):
+            self._router.set_drained(rank, drain)
+        log_event(logger, "info", "rank.drain" if drain else "rank.undrain", ranks=sorted(ranks), msg=reason or done)
+        return done
 
     # ------------------------------------------------------------ life of the table
 
@@ -210,7 +265,7 @@ class Supervisor:
         """One life: from spawn to confirmed death. `row.why` says how it ended."""
         row.generation += 1
         row.state, row.phase, row.why = "starting", "", None
-        row.snapshot = row.ready = row.process = None
+        row.snapshot = row.ready = row.process = row.progress = row.pairs = None
         row.scope = trio.CancelScope()
         row.phases = PhaseReport(row.rank, row.role)
         row.heard_at = trio.current_time()
@@ -319,9 +374,14 @@ class Supervisor:
                 _check_self(row, message.rank, message.generation)
                 row.snapshot = message
                 self._router.rank_snapshot(message)
+            elif isinstance(message, PairCounts):
+                self._take_pairs(row, message, frame.blob)
             elif isinstance(message, RankStarting):
                 progress = describe_progress(message.done, message.total, message.unit[:64]).replace("_", " ")
                 row.phase = f"{message.phase[:128]} {progress}"
+                if row.progress is None or row.progress.phase != message.phase:
+                    row.phase_at = row.heard_at
+                row.progress = message
                 if row.phases is not None:
                     row.phases.progress(message, row.heard_at)
             elif isinstance(message, RankHello):
@@ -342,6 +402,13 @@ class Supervisor:
             if row.ready is None:
                 raise RemoteProtocolError(f"{type(about_requests[0].message).__name__} before RankReady")
             self._router.rank_frames(row.rank, about_requests)
+
+    def _take_pairs(self, row: Row, message: PairCounts, blob: memoryview) -> None:
+        _check_self(row, message.rank, message.generation)
+        if row.role != "prefill":
+            raise RemoteProtocolError("counts pushes, and is no prefill rank")
+        decode_ranks = {other.rank for other in self._rows.values() if other.role == "decode"}
+        row.pairs = read_pairs(message, blob, decode_ranks)
 
     def _take_hello(self, row: Row, hello: RankHello) -> None:
         _check_self(row, hello.rank, hello.generation)

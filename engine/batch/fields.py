@@ -1,7 +1,7 @@
 """What a request body may hold: every field with its type, and the few that are only allowed to say nothing.
 
 A field that this engine does not know is ignored and reported. A field that it knows and can not honour is refused
-unless it asks for nothing (`n: 1`, `tools: []`), because a client must be able to rely on what it asked for.
+unless it asks for nothing (`best_of: 1`, `tools: []`), because a client must be able to rely on what it asked for.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import msgspec
 
 from engine.errors import RequestRefused
 from engine.faces.chat import ChatMessage
+from transport.messages import BIAS_LIMIT, TOP_LIMIT
 
 MAX_STOPS = 16
+MAX_CHOICES = 128
+"""Answers to one prompt."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Tops = Annotated[int, msgspec.Meta(ge=0, le=TOP_LIMIT)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -45,22 +51,22 @@ FIELD_TO_TYPE: dict[str, Any] = {
     "add_special_tokens": bool,
     "continue_final_message": bool,
     "chat_template_kwargs": ChatOptions,
+    "min_p": Annotated[float, msgspec.Meta(ge=0, le=1)],
+    "repetition_penalty": Annotated[float, msgspec.Meta(gt=0, le=100)],
+    "presence_penalty": Penalty,
+    "frequency_penalty": Penalty,
+    "logit_bias": Annotated[dict[str, Bias], msgspec.Meta(max_length=BIAS_LIMIT)],
+    "n": Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)],
+    "logprobs": bool | Tops,
+    "top_logprobs": Tops,
+    "prompt_logprobs": Tops,
+    "echo": bool,
     # Known, without effect on the answer.
     "user": str,
     # Known and not supported: only the values below are taken.
-    "n": int,
     "best_of": int,
     "stream": bool,
-    "echo": bool,
     "suffix": str,
-    "logprobs": bool | int,
-    "top_logprobs": int,
-    "prompt_logprobs": int,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "repetition_penalty": float,
-    "min_p": float,
-    "logit_bias": dict[str, float],
     "tools": list[msgspec.Raw],
     "functions": list[msgspec.Raw],
     "tool_choice": str | dict[str, msgspec.Raw],
@@ -74,19 +80,9 @@ FIELD_TO_DECODER: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(type_) for name, type_ in FIELD_TO_TYPE.items()
 }
 FIELD_TO_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -97,6 +93,18 @@ FIELD_TO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({},),
 }
 """Values of unsupported fields that ask for nothing."""
+FIELD_TO_IDLE: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+"""Values of supported fields that say what their absence says, so that a line's digest is the same."""
 CHAT_ONLY = frozenset({"messages", "continue_final_message", "chat_template_kwargs", "max_completion_tokens"})
 COMPLETION_ONLY = frozenset({"prompt", "add_special_tokens", "best_of", "echo", "suffix"})
 BODY_KEYS = frozenset(FIELD_TO_TYPE)
@@ -127,6 +135,11 @@ def decode_field(name: str, raw: bytes | msgspec.Raw) -> Any:
     if name in FIELD_TO_NEUTRAL and not _is_neutral(value, FIELD_TO_NEUTRAL[name]):
         raise FieldRefused(f"{name}: this value is not supported yet; leave the field out", "unsupported_field")
     return value
+
+
+def says_nothing(name: str, value: Any) -> bool:
+    """Whether a supported field with this value asks for what is done without it."""
+    return name in FIELD_TO_IDLE and _is_neutral(value, FIELD_TO_IDLE[name])
 
 
 def read_fields(
@@ -163,5 +176,5 @@ def read_fields(
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     if isinstance(value, dict):
         value = {key: bytes(item) if isinstance(item, msgspec.Raw) else item for key, item in value.items()}
-    # `False == 0` in Python, but `logprobs: 0` asks for the sampled token's probability.
+    # `False == 0` in Python, but a number is no answer to a question of yes or no.
     return any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral)

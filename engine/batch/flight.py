@@ -1,8 +1,9 @@
 """Flight: jobs from the moment they are prepared until their record is handed to the writer.
 
-It decides when a job is submitted, when it is tried again, when it is given up, and what its record says. Every job
-ends in exactly one record, or is still there when the run stops and stays for `--resume`. The calls of `RequestSink`
-come from the connection's reading task; nothing here waits but `run_submissions`.
+It decides when a job is submitted, when it is tried again, when it is given up, and what its record says. Every line
+ends in exactly one record, or is still there when the run stops and stays for `--resume`; the jobs of a line with
+several answers fly on their own, and when one of them fails for good the others are given up with it. The calls of
+`RequestSink` come from the connection's reading task; nothing here waits but `run_submissions`.
 
 A job is in exactly one place: `ready` (never submitted), `again` (waits for its next attempt) or `flying` (at the
 head, or just being sent to it).
@@ -11,6 +12,7 @@ head, or just being sent to it).
 from __future__ import annotations
 
 import collections
+import contextlib
 import heapq
 import itertools
 import math
@@ -20,12 +22,12 @@ import trio
 
 from engine.actors.client import HeadClient, Row
 from engine.batch.answer import render_answer, render_refusal
-from engine.batch.job import Job, Refusal
+from engine.batch.job import Ending, Job, Refusal
 from engine.batch.meter import Meter
 from engine.batch.options import BatchOptions
 from engine.batch.writer import RecordWriter
 from engine.errors import PeerGone
-from transport.messages import FailureCode, RequestFailed, RequestFinished
+from transport.messages import FailureCode, FinishReason, RequestFailed, RequestFinished
 
 CANCEL_ANSWER_S = 10.0
 """A cancellation that is not answered for so long is given up; late frames of it are dropped."""
@@ -93,8 +95,8 @@ class Flight:
         elif self._expired:
             self._fail_expired(item)
         elif not self._closed:
-            self.ready.append(item)
-            self.ready_bytes += item.num_bytes
+            self.ready.extend(item.line_jobs)
+            self.ready_bytes += sum(job.num_bytes for job in item.line_jobs)
             self.nudge()
 
     def nudge(self) -> None:
@@ -299,19 +301,42 @@ class Flight:
         self._answer(job, reason, drop_last=drop_last, handoff_us=None)
         return True
 
-    def _answer(self, job: Job, reason: str, *, drop_last: bool, handoff_us: int | None) -> None:
-        record, completion = render_answer(
-            job, model=self.model, reason=reason, drop_last=drop_last, handoff_us=handoff_us, now=trio.current_time()
-        )
-        self._meter.count_answer(job.row, completion)
+    def _answer(self, job: Job, reason: FinishReason, *, drop_last: bool, handoff_us: int | None) -> None:
+        job.ending = Ending(reason, drop_last, handoff_us, trio.current_time())
         self._begun_bytes -= job.num_bytes
+        jobs = job.line_jobs
+        if any(each.ending is None for each in jobs):
+            return
+        record, completion = render_answer(jobs, model=self.model)
+        self._meter.count_answer([each.row for each in jobs], completion)
         self._writer.put_answer(job.place, record)
         self._settled()
 
     def _fail(self, job: Job, kind: str, code: str, message: str, *, retryable: bool) -> None:
+        if job.choices is not None and job.choices.failed:
+            return  # with another job of its line
         if job.row.attempt:
             self._begun_bytes -= job.num_bytes
+        if job.choices is not None:
+            job.choices.failed = True
+            for other in job.choices.jobs:
+                if other is not job and other.ending is None:
+                    self._withdraw(other)
         self._refuse(Refusal(job.source, job.place, kind, code, message, retryable=retryable, attempts=job.row.attempt))
+
+    def _withdraw(self, job: Job) -> None:
+        """Gives up a job, wherever it is, because its line has failed."""
+        if job in self.ready:
+            self.ready.remove(job)
+            self.ready_bytes -= job.num_bytes
+            return
+        self._begun_bytes -= job.num_bytes
+        if self.flying.pop(job.row, None) is None:
+            self._again = [each for each in self._again if each[2] is not job]
+            heapq.heapify(self._again)
+        elif self.client is not None and self.client.holds(job.row) and not job.cancelled_at:
+            with contextlib.suppress(PeerGone):
+                self.client.cancel(job.row)
 
     def _fail_expired(self, job: Job) -> None:
         self._fail(job, "batch_expired", "batch_expired", "the batch's deadline is over", retryable=True)

@@ -1,4 +1,8 @@
-"""Job: one line of input from the moment it is known to be a request until its record is written."""
+"""Job: one answer that a line of input asks for, from the moment it is a request until the line's record is written.
+
+A line that asks for several answers to its prompt (`n`) is as many jobs, which share `Choices`; its record is written
+when the last of them has ended.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import dataclasses
 
 from engine.actors.client import Row
 from engine.batch.envelope import Kind
+from engine.faces.body import Wishes
 from engine.faces.stops import StopSearch
-from engine.faces.text import Detokenizer
+from engine.faces.text import Detokenizer, TextCodec
 from transport.messages import FinishReason
 
 
@@ -31,6 +36,25 @@ class Source:
     raw: bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended: finish reason, whether its last id ended the text and stands for nothing, microseconds of the
+    hand-off (None if it ended on this side), trio time."""
+
+    reason: FinishReason
+    drop_last: bool
+    handoff_us: int | None
+    at: float
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Choices:
+    """All jobs of one line, in the order of their answers. `failed`: one of them did, and with it the line."""
+
+    jobs: list[Job]
+    failed: bool = False
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """A request on its way.
@@ -51,6 +75,9 @@ class Job:
         full_since: when the head first said that it takes no more; 0.0 before.
         started_at, answered_at: trio times of the first submission and of the first token of the first attempt that
             had one; 0.0 before.
+        codec: the model's tokenizer, for what `wishes` ask for.
+        choices: all jobs of its line; None if it is the only one.
+        ending: how it ended; None before.
     """
 
     source: Source
@@ -71,6 +98,15 @@ class Job:
     full_since: float = 0.0
     started_at: float = 0.0
     answered_at: float = 0.0
+    codec: TextCodec | None = None
+    wishes: Wishes = dataclasses.field(default_factory=Wishes)
+    choices: Choices | None = None
+    ending: Ending | None = None
+
+    @property
+    def line_jobs(self) -> list[Job]:
+        """All jobs of its line."""
+        return [self] if self.choices is None else self.choices.jobs
 
     @property
     def num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from engine.actors.client import Row
@@ -50,13 +51,16 @@ class Meter:
         """Lines that have their record from this run."""
         return self.ok + self.num_errors
 
-    def count_answer(self, row: Row, completion: int) -> None:
-        """One line was answered, with `completion` tokens."""
-        assert row.started is not None
+    def count_answer(self, rows: Sequence[Row], completion: int) -> None:
+        """One line was answered, with `completion` tokens in all its answers to one prompt."""
         self.ok += 1
-        self.prompt_tokens += row.num_prompt
-        self.cached_tokens += row.started.cached_tokens
-        self.ranks |= {row.started.prefill_rank, row.started.decode_rank}
+        for row in rows:
+            assert row.started is not None
+            self.ranks |= {row.started.prefill_rank, row.started.decode_rank}
+        first = rows[0].started
+        assert first is not None
+        self.prompt_tokens += rows[0].num_prompt
+        self.cached_tokens += first.cached_tokens
         self.completion_tokens += completion
         self.completion_squares += completion * completion
 

@@ -16,19 +16,27 @@ import msgspec
 
 from engine.actors.client import Row
 from engine.batch.envelope import Envelope, LineRefused, read_envelope
-from engine.batch.fields import FieldRefused, read_fields
+from engine.batch.fields import FieldRefused, read_fields, says_nothing
 from engine.batch.identity import SeenIds, auto_id, digest
-from engine.batch.job import Job, Refusal, Source
+from engine.batch.job import Choices, Job, Refusal, Source
 from engine.batch.lines import RAW_BYTES, RawLine
 from engine.batch.resume import Earlier
 from engine.errors import ConfigError, RequestRefused
-from engine.faces.chat import encode_chat
+from engine.faces.body import (
+    BodyRefused,
+    Bounds,
+    encode_messages,
+    encode_prompt,
+    list_stops,
+    read_sampling,
+    read_wishes,
+    spread_seeds,
+    wants_thinking,
+)
 from engine.faces.stops import StopSearch
-from engine.faces.text import TextCodec, pack_ids
-from transport.messages import Sampling
+from engine.faces.text import TextCodec
 
 DEFAULT_MAX_TOKENS = 256
-_SEED_MASK = 2**53 - 1
 
 
 class InputChanged(ConfigError):
@@ -80,6 +88,7 @@ class Preparer:
         """Set when the deadline is over: lines are no longer tokenised, but refused as `batch_expired`."""
         self._codec = codec
         self._limits = limits
+        self._bounds = Bounds(limits.vocab_size, limits.max_model_tokens)
         self._defaults = defaults
         self._earlier = earlier
         self._seed = seed
@@ -147,7 +156,11 @@ class Preparer:
         return values, ignored
 
     def _digest(self, envelope: Envelope, values: dict[str, Any]) -> str:
-        asked = {name: value for name, value in values.items() if name not in ("user", "model")}
+        asked = {
+            name: value
+            for name, value in values.items()
+            if name not in ("user", "model") and not says_nothing(name, value)
+        }
         return digest(
             self._limits.model_names[0].encode(), envelope.kind.encode(), msgspec.json.encode(asked, order="sorted")
         )
@@ -164,93 +177,57 @@ class Preparer:
         return True
 
     def _make_job(self, source: Source, envelope: Envelope, values: dict[str, Any], ignored: tuple[str, ...]) -> Job:
-        options = values.get("chat_template_kwargs")
-        thinking = envelope.kind == "chat" and bool(options and (options.thinking or options.enable_thinking))
         try:
-            prompt = self._encode(envelope, values, thinking)
+            prompt = self._encode(envelope, values)
+            wishes = read_wishes(values, chat=envelope.kind == "chat")
+            sampling = read_sampling(
+                values,
+                len(prompt) // 4,
+                wishes,
+                self._bounds,
+                seed=self._own_seed(source),
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                shorten=True,
+            )
+        except BodyRefused as error:
+            raise LineRefused(error.code, error.field_code, str(error)) from error
         except RequestRefused as error:
             raise LineRefused("bad_request", "invalid_field", str(error)) from error
-        sampling = self._sampling(source, values, len(prompt) // 4)
-        stop = values.get("stop", [])
-        stops = [stop] if isinstance(stop, str) else stop
-        row = Row(prompt, sampling, label=source.custom_id[:256], priority=self._priority)
-        return Job(
-            source=source,
-            place=self._places,
-            kind=envelope.kind,
-            row=row,
-            detokenizer=self._codec.detokenizer(skip_special=values.get("skip_special_tokens", True)),
-            stops=StopSearch(stops) if stops else None,
-            thinking=thinking,
-            ignored=ignored,
-        )
+        stops = list_stops(values)
+        jobs = [
+            Job(
+                source=source,
+                place=self._places,
+                kind=envelope.kind,
+                row=Row(prompt, each, label=source.custom_id[:256], priority=self._priority),
+                detokenizer=self._codec.detokenizer(skip_special=wishes.skip_special),
+                stops=StopSearch(stops) if stops else None,
+                thinking=envelope.kind == "chat" and wants_thinking(values),
+                ignored=ignored,
+                codec=self._codec,
+                wishes=wishes,
+            )
+            for each in spread_seeds(sampling, values.get("n", 1))
+        ]
+        if len(jobs) > 1:
+            choices = Choices(jobs)
+            for job in jobs:
+                job.choices = choices
+        return jobs[0]
 
-    def _encode(self, envelope: Envelope, values: dict[str, Any], thinking: bool) -> bytes:
-        limit = self._limits.max_model_tokens
+    def _encode(self, envelope: Envelope, values: dict[str, Any]) -> bytes:
         if envelope.kind == "chat":
-            if "messages" not in values:
-                raise RequestRefused("bad_request", "messages: missing")
-            messages = values["messages"]
-            num_characters = sum(
-                len(part if isinstance(part, str) else part.text or "")
-                for message in messages
-                for part in ([message.content] if isinstance(message.content, str) else message.content or ())
-            )
-            self._check_fits(num_characters)
-            return encode_chat(
-                self._codec, messages, thinking=thinking, continue_final=values.get("continue_final_message", False)
-            )
-        prompt = _single_prompt(values)
-        if isinstance(prompt, str):
-            self._check_fits(len(prompt))
-            encoded = self._codec.encode_document(prompt, bos=values.get("add_special_tokens", True))
-            if not encoded:
-                raise RequestRefused("bad_request", "prompt: empty")
-            return encoded
-        if not prompt:
-            raise RequestRefused("bad_request", "prompt: empty")
-        if len(prompt) <= limit and not all(0 <= token < self._limits.vocab_size for token in prompt):
-            raise RequestRefused("bad_request", f"prompt: token ids must be in [0, {self._limits.vocab_size})")
-        return pack_ids(prompt) if len(prompt) <= limit else pack_ids([0] * (limit + 1))
-
-    def _check_fits(self, num_characters: int) -> None:
-        """Spares the tokenizer a text that can not fit: no token is longer than `longest_token_bytes`."""
-        limit = self._limits.max_model_tokens
-        if num_characters > limit * self._codec.longest_token_bytes:
-            least = -(-num_characters // self._codec.longest_token_bytes)
-            raise LineRefused("too_long", "context_length_exceeded", _too_long(limit, f"at least {least}"))
-
-    def _sampling(self, source: Source, values: dict[str, Any], num_prompt: int) -> Sampling:
-        room = self._limits.max_model_tokens - num_prompt
-        if room < 1:
-            raise LineRefused(
-                "too_long", "context_length_exceeded", _too_long(self._limits.max_model_tokens, str(num_prompt))
-            )
-        wanted = values.get("max_completion_tokens", values.get("max_tokens", DEFAULT_MAX_TOKENS))
-        max_tokens = min(wanted, room)
-        min_tokens = values.get("min_tokens", 0)
-        if min_tokens > wanted:
-            raise LineRefused(
-                "bad_request", "invalid_field", f"min_tokens: {min_tokens} is more than max_tokens, which is {wanted}"
-            )
-        return Sampling(
-            temperature=values.get("temperature", 1.0),
-            top_p=values.get("top_p", 1.0),
-            top_k=max(values.get("top_k", 0), 0),
-            seed=self._choose_seed(source, values.get("seed")),
-            max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
-            ignore_eos=values.get("ignore_eos", False),
-            stop_ids=tuple(values.get("stop_token_ids", ())),
+            return encode_messages(self._codec, values, self._bounds)
+        return encode_prompt(
+            self._codec, _single_prompt(values), self._bounds, add_special=values.get("add_special_tokens", True)
         )
 
-    def _choose_seed(self, source: Source, asked: int | None) -> int:
-        if asked is not None:
-            return asked & _SEED_MASK
+    def _own_seed(self, source: Source) -> int:
+        """In force for a line that has none."""
         if self._seed is None:
             return secrets.randbits(53)
         text = f"{self._seed}:{source.custom_id}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & _SEED_MASK
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _single_prompt(values: dict[str, Any]) -> str | list[int]:
@@ -266,7 +243,3 @@ def _single_prompt(values: dict[str, Any]) -> str | list[int]:
         raise RequestRefused("bad_request", f"prompt: {len(prompt)} prompts in one line; write one a line")
     only: str | list[int] = prompt[0]
     return only
-
-
-def _too_long(limit: int, has: str) -> str:
-    return f"this model's maximum context length is {limit} tokens, the prompt has {has} and no room for an answer"

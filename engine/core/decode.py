@@ -35,6 +35,7 @@ from engine.core.request import (
     num_history,
 )
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
+from engine.core.scores import ScoreBuffer
 from engine.core.telemetry import Gauges
 from engine.core.tokens import TokenBuffer
 from engine.errors import LocalProtocolError, RemoteProtocolError
@@ -50,6 +51,7 @@ from transport.messages import (
     PeerDown,
     PeerHello,
     PrefillCommitted,
+    PromptScored,
     RequestAborted,
     RequestFinished,
     RequestStarted,
@@ -91,6 +93,8 @@ class DecodeSide:
         self._next_order = 0
         self._started: list[Effect] = []
         self._emitted = TokenBuffer()
+        self._scored = ScoreBuffer()
+        self._prompts: list[Effect] = []
         self._step = 0
         self._outbox: list[Effect] = []
         self._prompt_tokens = 0
@@ -163,6 +167,10 @@ class DecodeSide:
                     sequence.told += ((message.first, message.count, message.checksum),)
                 sequence.pushed_mask |= bits
                 self._move(sequence, DecodeEvent.PUSHED)
+            case PromptScored():
+                sequence = self._find_epoch(peer, message.epoch, message.request)
+                if sequence.phase is DecodePhase.GRANTED and sequence.key[1] == message.attempt:
+                    self._prompts.append(ToHead(message, bytes(blob)))
             case PrefillCommitted():
                 self._on_commit(peer, message, now_us)
             case EpochEnded():
@@ -248,6 +256,8 @@ class DecodeSide:
             sequence.handoff_us = max(1, sequence.commit.timings.push_us + now_us - sequence.committed_us)
         self._generated_tokens += len(rows.tokens)
         self._emitted.extend(rows.requests, rows.attempts, rows.indices, rows.tokens)
+        if rows.scores is not None:
+            self._scored.extend(rows.requests, rows.attempts, rows.indices, rows.scores)
         for sequence, reason in rows.ended:
             sequence.reason = reason
             self._move(sequence, DecodeEvent.FINISH)
@@ -257,12 +267,17 @@ class DecodeSide:
     # ------------------------------------------------------------ what others ask
 
     def take_outbox(self) -> list[Effect]:
-        """All effects since the last call, in order; new requests and then new tokens, in one frame, go first."""
+        """All effects since the last call, in order; new requests and then new tokens, in one frame, go first. What is
+        told of prompts and of tokens goes before them: so whoever has a token has all that belongs to it."""
         outbox, self._outbox = self._outbox, []
         frame = self._emitted.take(self._step)
         if frame is not None:
-            outbox[:0] = *self._started, ToHead(*frame)
+            scores = self._scored.take(self._step)
+            outbox[:0] = *self._started, *(() if scores is None else (ToHead(*scores),)), ToHead(*frame)
             self._started.clear()
+        if self._prompts:
+            outbox[:0] = self._prompts
+            self._prompts = []
         return outbox
 
     @property
@@ -341,7 +356,9 @@ class DecodeSide:
         sequence = Sequence(key, message, limit, now_us, self._next_order, sampling=message.sampling)
         self._next_order += 1
         self.sequences[key] = sequence
-        refusal = find_misfit(message.num_ids, message.generated, message.sampling, sizes.max_model_tokens)
+        refusal = find_misfit(
+            message.num_ids, message.generated, message.sampling, sizes.max_model_tokens, sizes.vocab_size
+        )
         if self.draining:
             refusal = "draining", f"rank {sizes.rank} is draining"
         elif len(self._waiting) >= sizes.max_waiting:
@@ -502,6 +519,8 @@ class DecodeSide:
         token = sequence.next_token
         self._generated_tokens += 1
         self._emitted.add(sequence.key, sequence.count - 1, token)
+        if commit.first_scored is not None:
+            self._scored.add(sequence.key, sequence.count - 1, commit.first_scored)
         sequence.reason = judge_token(token, sequence.count, sequence.limit, reserve.sampling, self.sizes.step.eos_ids)
         if sequence.reason is not None:
             self._move(sequence, DecodeEvent.FINISH)

@@ -74,6 +74,7 @@ class LoadWindow:
         self._drift = drift
         self._counts = np.zeros((2, layers, experts))
         self._steps = np.zeros(2)
+        self._expected: Floats | None = None
         self.total_steps = 0
 
     def add(self, loads: Loads) -> None:
@@ -84,6 +85,7 @@ class LoadWindow:
         self._counts = self._counts * decay[:, None, None] + loads.counts
         self._steps = self._steps * decay + loads.steps
         self.total_steps += loads.steps
+        self._expected = None
 
     def fast(self) -> Floats:
         """float64[layers, experts]: tokens per step, by the fast half-life; zeros before the first step."""
@@ -110,10 +112,13 @@ class LoadWindow:
         return drift
 
     def expected(self) -> Floats:
-        """float64[layers, experts]: tokens per step to plan with: slow, but fast in layers that drifted."""
-        moved = self.measure_drift() > self._drift
-        expected: Floats = np.where(moved[:, None], self.fast(), self.slow())
-        return expected
+        """float64[layers, experts]: tokens per step to plan with: slow, but fast in layers that drifted. Read-only, and
+        the same array until the window takes more in: so what is made of it can be kept as long as it is the same."""
+        if self._expected is None:
+            moved = self.measure_drift() > self._drift
+            self._expected = np.where(moved[:, None], self.fast(), self.slow())
+            self._expected.flags.writeable = False
+        return self._expected
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ Rules that make it sound:
 
 - A step takes one snapshot of its rank's words, before its first exchange; what the host changes later is said in the
   next step.
-- What is agreed in a step holds from the next one on; only the number of passes is for the step itself, since it is the
-  number of exchanges that it will have.
+- What is agreed in a step holds from the next one on; only the numbers of passes and of drafts are for the step itself,
+  since they say which exchanges it will have.
 - Steps are counted from 0 within a membership. The number is in every frame, so a missed step is a named error.
 - An active epoch never goes down.
 
@@ -24,7 +24,7 @@ from transport.messages import Part
 
 PARTS: tuple[Part, ...] = ("main", "draft")
 """Parts of a model whose experts are placed separately, in the order of every tuple by part."""
-_WORDS = struct.Struct(f"<6q{len(PARTS)}q")
+_WORDS = struct.Struct(f"<7q{len(PARTS)}q")
 
 
 class Words(NamedTuple):
@@ -36,6 +36,7 @@ class Words(NamedTuple):
         passes: passes through the model that they need, 0 for an idle rank.
         idle: steps in a row, this one included, that it had neither rows nor another reason to go on.
         join: greatest membership that it is ready to join; its present one if there is no other.
+        drafts: drafts that it wants proposed for each of its rows behind these passes, 0 for none.
         stop: 1 if nothing is left to do here and the head wants it to end.
         ready: per part, the greatest epoch that it is ready for.
     """
@@ -46,6 +47,7 @@ class Words(NamedTuple):
     idle: int
     join: int
     stop: int
+    drafts: int
     ready: tuple[int, ...]
 
     def pack(self) -> bytes:
@@ -59,8 +61,8 @@ def unpack_words(data: bytes | memoryview) -> Words:
     """The reverse of `Words.pack`. Raises RemoteProtocolError for another length."""
     if len(data) != WORDS_BYTES:
         raise RemoteProtocolError(f"the words of a rank have {WORDS_BYTES} bytes, not {len(data)}")
-    generation, rows, passes, idle, join, stop, *ready = _WORDS.unpack(data)
-    return Words(generation, rows, passes, idle, join, stop, tuple(ready))
+    generation, rows, passes, idle, join, stop, drafts, *ready = _WORDS.unpack(data)
+    return Words(generation, rows, passes, idle, join, stop, drafts, tuple(ready))
 
 
 class Agreement(NamedTuple):
@@ -72,6 +74,8 @@ class Agreement(NamedTuple):
         park: no step is begun after the *next* one until the group is woken.
         leave: the membership to join after this step, or 0.
         stop: this step is the last of the group: all ranks have nothing left and end.
+        drafts: of this step, for every rank: the most that any of them wants; where it is not 0, all of them go through
+            the drafter's exchanges behind the last pass, whoever wants none with no rows.
     """
 
     passes: int
@@ -79,6 +83,7 @@ class Agreement(NamedTuple):
     park: bool
     leave: int
     stop: bool
+    drafts: int
 
 
 def agree(words: Sequence[Words], active: tuple[int, ...], membership: int, idle_limit: int) -> Agreement:
@@ -101,6 +106,7 @@ def agree(words: Sequence[Words], active: tuple[int, ...], membership: int, idle
         park=parks,
         leave=leave,
         stop=stop,
+        drafts=max(word.drafts for word in words),
     )
 
 

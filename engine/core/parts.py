@@ -19,8 +19,9 @@ import numpy as np
 from engine.core.balance import Prices
 from engine.core.epochs import StagePhase
 from engine.core.group import PartPlacement
+from engine.core.heat import Moved, find_moved
 from engine.core.ledger import Entry, Ledger, max_over_mean, measure
-from engine.core.load import Loads, Skew
+from engine.core.load import Floats, Loads, Skew, measure_skew
 from engine.core.measured import FAST_STEPS, Measured
 from engine.core.migrate import Migration, Order, Outcome
 from engine.core.moves import Stage
@@ -78,6 +79,7 @@ class PartBalance:
         measured: loads and prices.
         progress_at: when something last got on.
         trouble: why the last plan could not be made; empty after one that could.
+        moved: what the last re-placement that changed anything put where.
     """
 
     def __init__(self, part: int, info: PartInfo, rules: PartRules, places: int, now: float) -> None:
@@ -96,6 +98,8 @@ class PartBalance:
         self.ledger = Ledger()
         self.progress_at = now
         self.trouble = ""
+        self.moved = Moved()
+        self._rank_loads: tuple[Floats, Placement, Floats] | None = None
         self._next_epoch = FIRST_EPOCH + 1
         self._seating = Seating()
         self._entry: Entry | None = None
@@ -122,7 +126,16 @@ class PartBalance:
 
     def skew(self) -> Skew:
         """Of the placement in force under the loads to plan with."""
-        return self.measured.skew_of(self.measured.window.expected(), self.placement)
+        return measure_skew(self.sum_rank_loads(), self.measured.us_per_token)
+
+    def sum_rank_loads(self) -> Floats:
+        """float64[layers, places] under the same: read-only, and the same array while neither changes."""
+        loads, placement = self.measured.window.expected(), self.placement
+        if self._rank_loads is None or self._rank_loads[0] is not loads or self._rank_loads[1] is not placement:
+            sums = placement.sum_rank_loads(loads)
+            sums.flags.writeable = False
+            self._rank_loads = loads, placement, sums
+        return self._rank_loads[2]
 
     # ------------------------------------------------------------ plans
 
@@ -331,6 +344,18 @@ class PartBalance:
         else:
             entry.result, entry.reason = "failed", migration.reason
         self.ledger.close(entry)
+        before = migration.stages[0].before
+        if migration.placement is not before:
+            self.moved = find_moved(before, migration.placement)
+
+    @property
+    def expected_placement(self) -> Placement | None:
+        """What the last plan makes of the placement in force, while it may be applied or is being carried out. A plan
+        for a placement that was in force earlier says nothing of this one: None."""
+        made = self.last
+        if made is None or (made.version != self.version and not self.is_planned):
+            return None
+        return made.moves.stages[-1].after if made.moves.stages else self.placement
 
     def describe_run(self) -> str:
         """Who moves what, for people."""

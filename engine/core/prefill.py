@@ -20,6 +20,7 @@ from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Prompt, RequestKey, build_failure, count_pages, find_misfit
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
+from engine.core.scores import find_score, split_prompt
 from engine.core.telemetry import Gauges
 from engine.errors import LocalProtocolError, RemoteProtocolError
 from transport.messages import (
@@ -214,11 +215,18 @@ class PrefillSide:
 
     def apply(self, result: StepResult, now_us: int) -> None:
         """What an awaited step means."""
-        for prompt, token, num_ids, is_last in apply_result(self.schedule, result, self.sizes.step).chunks:
+        applied = apply_result(self.schedule, result, self.sizes.step)
+        for prompt, scores in applied.target_scores:
+            if prompt.phase is PrefillPhase.WORKING:
+                assert prompt.grant is not None
+                for word, blob in split_prompt(prompt.key, prompt.grant.epoch, scores):
+                    self._outbox.append(ToPeer(prompt.link, word, blob))
+        for place, (prompt, token, num_ids, is_last) in enumerate(applied.chunks):
             self._prompt_tokens += num_ids
             if is_last:
                 assert token is not None
                 prompt.first_token, prompt.computed_us = token, now_us
+                prompt.first_scored = find_score(applied.chunk_scores, place)
             for action in self._advance(prompt, PrefillEvent.CHUNK):
                 assert action is Action.PUSH
                 self._push(prompt, is_last)
@@ -294,7 +302,7 @@ class PrefillSide:
         if self._num_waiting >= sizes.max_waiting:
             return "queue_full", f"requests waiting on rank {sizes.rank} (limit {sizes.max_waiting})"
         num_ids = len(blob) // 4
-        misfit = find_misfit(num_ids, message.generated, message.sampling, sizes.max_model_tokens)
+        misfit = find_misfit(num_ids, message.generated, message.sampling, sizes.max_model_tokens, sizes.vocab_size)
         if misfit is not None:
             return misfit
         if count_pages(num_ids, sizes.step.page_tokens) > sizes.num_pages:
@@ -430,5 +438,6 @@ class PrefillSide:
             pushes=prompt.num_pushes,
             post_us=prompt.post_us,
             timings=prompt.timings(now_us),
+            first_scored=prompt.first_scored,
         )
         self._outbox.append(ToPeer(prompt.link, word))

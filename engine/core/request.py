@@ -22,6 +22,7 @@ from transport.messages import (
     Sampling,
     StartPrefill,
     Timings,
+    TokenScored,
 )
 
 RequestKey = tuple[int, int]
@@ -58,6 +59,7 @@ class Prompt:
     steps: int = 0
     pushes: int = 0
     first_token: int = -1
+    first_scored: TokenScored | None = None
     pushed_bytes: int = 0
     num_pushes: int = 0
     post_us: int = 0
@@ -152,15 +154,7 @@ def sampling_at(sampling: Sampling, index: int) -> Sampling:
     """How to draw the completion token `index`: `min_tokens` is kept while ends are forbidden, else 0 (see plan.py)."""
     if sampling.min_tokens == 0 or index < sampling.min_tokens:
         return sampling
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_ids=sampling.stop_ids,
-    )
+    return sampling.without_minimum()
 
 
 def judge_token(token: int, count: int, limit: int, sampling: Sampling, eos_ids: Container[int]) -> FinishReason | None:
@@ -178,12 +172,25 @@ def build_failure(key: RequestKey, code: FailureCode, why: str) -> RequestFailed
     return RequestFailed(*key, code=code, message=why[:TEXT_LIMIT], definite=True, retryable=retryable)
 
 
+def find_unfit_sampling(sampling: Sampling, vocab_size: int) -> str | None:
+    """What is wrong with settings that are each within their limits, or None. A device takes what passes here."""
+    ids = sampling.bias_ids
+    if len(ids) != len(sampling.biases):
+        return f"logit_bias: {len(ids)} ids and {len(sampling.biases)} values"
+    if ids and max(ids) >= vocab_size:
+        return f"logit_bias: id {max(ids)} is outside the vocabulary ({vocab_size} ids)"
+    if len(set(ids)) < len(ids):
+        return "logit_bias: an id is there twice"
+    return None
+
+
 def find_misfit(
-    num_ids: int, generated: int, sampling: Sampling, max_model_tokens: int
+    num_ids: int, generated: int, sampling: Sampling, max_model_tokens: int, vocab_size: int = 2**31
 ) -> tuple[FailureCode, str] | None:
-    """Why a request of these lengths can not be served by any rank, or None."""
+    """Why a request of these lengths and settings can not be served by any rank, or None."""
     if num_ids == 0 or generated >= num_ids:
         return "bad_request", f"{num_ids} ids, {generated} of them generated"
     if completion_limit(num_ids, generated, sampling.max_tokens, max_model_tokens) <= generated:
         return "too_long", f"{num_ids} ids leave no room for a token (limit {max_model_tokens})"
-    return None
+    unfit = find_unfit_sampling(sampling, vocab_size)
+    return None if unfit is None else ("bad_request", unfit)

@@ -23,6 +23,7 @@ class RankLoad:
         pages: pages that these take at their longest.
         page_tokens, num_pages: its arena.
         quarantined_pages: of its last snapshot.
+        is_drained: it takes no new requests, because an operator said so.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class RankLoad:
     page_tokens: int
     num_pages: int
     quarantined_pages: int = 0
+    is_drained: bool = False
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -46,7 +48,8 @@ class Pair:
 
 
 def can_ever_hold(loads: Iterable[RankLoad], num_tokens: int) -> bool:
-    """Whether one of the ranks, empty, has pages enough for a sequence of `num_tokens`."""
+    """Whether one of the ranks, empty, has pages enough for a sequence of `num_tokens`. Drained ones count: an operator
+    may put them back."""
     return any(load.pages_for(num_tokens) <= load.num_pages for load in loads)
 
 
@@ -65,16 +68,14 @@ def choose_pair(
     the request now, then fewest sequences (a step's time grows with its rows), then fewest pages taken.
 
     Args:
-        prefill, decode: ready ranks of each pool.
+        prefill, decode: ready ranks of each pool; drained ones are never chosen.
         num_ids: ids to compute.
         max_tokens_total: length of the sequence at its longest.
         rank_waiting: requests that one rank may have at a time.
         broken: pairs (prefill, decode) to use only when there is no other.
     """
-    sources = [load for load in prefill if load.requests < rank_waiting and load.pages_for(num_ids) <= load.num_pages]
-    sinks = [
-        load for load in decode if load.requests < rank_waiting and load.pages_for(max_tokens_total) <= load.num_pages
-    ]
+    sources = _list_open(prefill, num_ids, rank_waiting)
+    sinks = _list_open(decode, max_tokens_total, rank_waiting)
     if not sources or not sinks:
         return None
 
@@ -91,6 +92,15 @@ def choose_pair(
             if sound:
                 return Pair(prefill=source.rank, decode=min(sound, key=decode_cost).rank)
     return Pair(prefill=min(sources, key=prefill_cost).rank, decode=min(sinks, key=decode_cost).rank)
+
+
+def _list_open(loads: Iterable[RankLoad], num_tokens: int, rank_waiting: int) -> list[RankLoad]:
+    """Ranks that may take one more sequence of so many tokens."""
+    return [
+        load
+        for load in loads
+        if load.requests < rank_waiting and not load.is_drained and load.pages_for(num_tokens) <= load.num_pages
+    ]
 
 
 class BrokenPairs:

@@ -16,8 +16,9 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.plan import DecodeRows, Ints, Roster
+from engine.core.plan import DecodeRows, Ints, Roster, Scores
 from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
+from engine.core.scores import keep_rows
 from transport.messages import FinishReason
 
 _FIRST_SLOTS = 16
@@ -57,6 +58,7 @@ class NewTokens:
         fresh: sequences whose first own token is among them.
         ended: sequences that end with theirs, and why.
         released: sequences that are over and that no submitted step names any more.
+        scores: of tokens whose requests ask for them, `rows` being places in the columns; None where none does.
     """
 
     requests: Ints
@@ -66,6 +68,7 @@ class NewTokens:
     fresh: list[Sequence] = dataclasses.field(default_factory=list)
     ended: list[tuple[Sequence, FinishReason]] = dataclasses.field(default_factory=list)
     released: list[Sequence] = dataclasses.field(default_factory=list)
+    scores: Scores | None = None
 
 
 class Running:
@@ -144,7 +147,13 @@ class Running:
             self._lineup = None
         return lineup, rows
 
-    def apply(self, lineup: Lineup, tokens: npt.NDArray[np.int32], eos_ids: frozenset[int]) -> NewTokens:
+    def apply(
+        self,
+        lineup: Lineup,
+        tokens: npt.NDArray[np.int32],
+        eos_ids: frozenset[int],
+        scores: Scores | None = None,
+    ) -> NewTokens:
         """Takes the tokens of the oldest submitted step, one for each of its rows."""
         slots, limits, may_stop, sequences = lineup.slots, lineup.limits, lineup.may_stop, lineup.sequences
         requests, attempts = lineup.roster.requests, lineup.attempts
@@ -161,7 +170,8 @@ class Running:
                 requests, attempts, count, tokens = requests[kept], attempts[kept], count[kept], tokens[kept]
                 limits, may_stop = limits[kept], None if may_stop is None else may_stop[kept]
                 sequences = tuple(sequences[row] for row in kept.tolist())
-        new = NewTokens(requests, attempts, (count - 1).astype(np.int32), tokens, released=released)
+                scores = None if scores is None else keep_rows(scores, kept)
+        new = NewTokens(requests, attempts, (count - 1).astype(np.int32), tokens, released=released, scores=scores)
         if self._fresh:
             new.fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
             self._fresh.difference_update([sequence.slot for sequence in new.fresh])

@@ -18,7 +18,7 @@ import dataclasses
 
 import numpy as np
 
-from engine.core.plan import PrefillChunk, StepPlan, StepResult
+from engine.core.plan import PrefillChunk, Scores, StepPlan, StepResult
 from engine.core.request import Prompt, sampling_at
 from engine.core.running import Lineup, NewTokens, Running
 from engine.errors import LocalProtocolError
@@ -98,11 +98,15 @@ class Applied:
 
     Attributes:
         chunks: (prompt, sampled token, number of ids, is the last), also of prompts that were given up.
+        chunk_scores: of these tokens, by place in `chunks`; None where nobody asks.
+        target_scores: of prompts' own ids, by position.
         rows: the tokens of live rows, and what they mean; None for a step without rows.
     """
 
     chunks: list[tuple[Prompt, int | None, int, bool]] = dataclasses.field(default_factory=list)
     rows: NewTokens | None = None
+    chunk_scores: Scores | None = None
+    target_scores: tuple[tuple[Prompt, Scores], ...] = ()
 
 
 def plan_step(state: Schedule, limits: StepLimits) -> StepPlan | None:
@@ -131,7 +135,10 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
     num_rows = 0 if flight.lineup is None else len(flight.lineup.slots)
     if num_rows != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
-    applied = Applied()
+    applied = Applied(
+        chunk_scores=result.chunk_scores,
+        target_scores=tuple([(flight.chunks[chunk][0], scores) for chunk, scores in result.target_scores]),
+    )
     for (prompt, num_ids, is_last), sampled in zip(flight.chunks, result.chunk_tokens, strict=True):
         if is_last and sampled is None:
             raise LocalProtocolError(f"step {result.step}: no token sampled after the last chunk of {prompt.key}")
@@ -139,7 +146,8 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
         prompt.computed += num_ids
         applied.chunks.append((prompt, sampled, num_ids, is_last))
     if flight.lineup is not None:
-        applied.rows = state.running.apply(flight.lineup, np.array(result.row_tokens, np.int32), limits.eos_ids)
+        tokens = np.array(result.row_tokens, np.int32)
+        applied.rows = state.running.apply(flight.lineup, tokens, limits.eos_ids, result.row_scores)
     return applied
 
 
@@ -158,7 +166,15 @@ def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[P
         assert prompt.start is not None
         sampling = sampling_at(prompt.start.sampling, prompt.start.generated) if is_last else None
         tokens = prompt.ids[4 * prompt.planned : 4 * end]
-        chunks.append(PrefillChunk(prompt.key[0], prompt.slab, prompt.planned, tokens, prompt.pages, sampling))
+        chunk = PrefillChunk(prompt.key[0], prompt.slab, prompt.planned, tokens, prompt.pages, sampling)
+        if sampling is not None and sampling.has_penalties:
+            chunk = dataclasses.replace(chunk, seen=prompt.ids, generated=prompt.start.generated)
+        tops = prompt.start.sampling.prompt_logprobs
+        if tops >= 0:
+            own = 4 * (prompt.num_ids - prompt.start.generated)
+            targets = prompt.ids[min(4 * prompt.planned + 4, own) : min(4 * end + 4, own)]
+            chunk = dataclasses.replace(chunk, targets=targets, target_tops=tops)
+        chunks.append(chunk)
         prompt.planned = end
         prompt.steps += 1
         flight.chunks.append((prompt, count, is_last))

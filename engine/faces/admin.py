@@ -1,124 +1,50 @@
-"""The operators' sockets, both ends: `read.sock` answers questions, `admin.sock` also takes changes.
-
-What a caller may do is decided by the file permissions of the socket it could open (0660 and 0600), not by what it
-says. Operators pull: the head sends nothing that was not asked for, so a slow terminal never sees old data.
-"""
+"""The operators' sockets, an operator's end: dials one, asks, has the head act, watches events."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import trio
 
 from engine.errors import EngineError, PeerGone, RemoteProtocolError
-from engine.log import log_event
 from transport.messages import (
-    HEAD_FROM_OPERATOR,
     OPERATOR_FROM_HEAD,
+    ActDone,
     AskExperts,
+    AskHeat,
+    AskRequests,
     AskStatus,
+    AskTraffic,
+    CancelRequests,
+    EventsHappened,
     ExpertsReport,
+    HeatReport,
     Message,
     Rebalance,
     RebalanceAnswer,
     Refused,
+    RequestsReport,
+    SetDrain,
     Shutdown,
     ShutdownAccepted,
     StatusReport,
+    TrafficReport,
+    WatchEvents,
 )
-from transport.stream import FrameStream, run_link
-from transport.unix import open_unix_stream
+from transport.stream import FrameStream
+from transport.unix import open_unix_stream, peer_credentials
 from transport.wire import Frame
 
-logger = logging.getLogger("engine.admin")
-
-OUT_LIMIT_BYTES = 16 << 20
-"""A report of 4,096 ranks is about 2 MiB."""
+OUT_LIMIT_BYTES = 1 << 20
+"""A question of an operator is 40 KiB at most."""
 STALL_S = 10.0
 REPLY_S = 5.0
 """From a question to the head's answer: it answers between two events of its loop."""
-OPERATORS = 64
-"""Connections to each socket."""
 
-
-Act = Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]]
-
-# ---------------------------------------------------------------- the head's end
-
-
-async def run_operators(
-    listener: trio.abc.Listener[trio.SocketStream],
-    report: Callable[[], StatusReport],
-    experts: Callable[[], ExpertsReport],
-    shutdown: Callable[[Shutdown], int] | None,
-    act: Act | None,
-) -> None:
-    """Serves one of the sockets until cancelled.
-
-    Args:
-        report, experts: make the answers to AskStatus and AskExperts.
-        shutdown: begins a shutdown and returns how many requests run; None on the socket that only reads.
-        act: does what Rebalance asks for; None on the socket that only reads. It may wait for a plan, and what else
-            comes on that connection waits too.
-    """
-    count = 0
-
-    async def serve(stream: trio.SocketStream) -> None:
-        nonlocal count
-        count += 1
-        try:
-            await _serve_operator(stream, report, experts, shutdown, act, is_too_many=count > OPERATORS)
-        finally:
-            count -= 1
-
-    async with trio.open_nursery() as nursery:
-        while True:
-            nursery.start_soon(serve, await listener.accept())
-
-
-async def _serve_operator(
-    stream: trio.SocketStream,
-    report: Callable[[], StatusReport],
-    experts: Callable[[], ExpertsReport],
-    shutdown: Callable[[Shutdown], int] | None,
-    act: Act | None,
-    *,
-    is_too_many: bool,
-) -> None:
-    link = FrameStream(
-        stream, accepts=HEAD_FROM_OPERATOR, out_limit_bytes=OUT_LIMIT_BYTES, stall_s=STALL_S, name="operator"
-    )
-
-    async def answer(frames: list[Frame]) -> None:
-        for frame in frames:
-            message = frame.message
-            if is_too_many:
-                link.post(Refused(message=f"the head has {OPERATORS} operators' connections (the limit)"))
-                link.close()
-            elif isinstance(message, AskStatus):
-                link.post(report())
-            elif isinstance(message, AskExperts):
-                link.post(experts())
-            elif isinstance(message, Shutdown) and shutdown is not None:
-                link.post(ShutdownAccepted(running=shutdown(message)))
-            elif isinstance(message, Rebalance) and act is not None:
-                link.post(await act(message))
-            else:
-                link.post(Refused(message=f"{type(message).__name__} is for admin.sock; this socket only reads"))
-
-    async with link:
-        try:
-            await run_link(link, answer)
-        except EngineError as error:
-            log_event(logger, "debug", "operator.end", msg=str(error))
-
-
-# ---------------------------------------------------------------- the operator's end
+M = TypeVar("M", bound=Message)
 
 
 class ActRefused(EngineError):
@@ -133,8 +59,8 @@ class Operator:
         self.head_pid = head_pid
         """As the kernel knows it; the head can not be mistaken about itself here."""
 
-    async def ask(self, question: Message, timeout_s: float = REPLY_S) -> Message:
-        """Sends a question and waits for its answer.
+    async def ask_frame(self, question: Message, timeout_s: float = REPLY_S) -> Frame:
+        """Sends a question and waits for its answer, which may have a blob.
 
         Raises:
             PeerGone: the head went away, or did not answer in time.
@@ -142,20 +68,31 @@ class Operator:
         with trio.move_on_after(timeout_s):
             await self._link.send(question)
             frames = await self._link.receive()
-            return frames[0].message
+            return frames[0]
         raise PeerGone(f"the head (pid {self.head_pid}) did not answer within {timeout_s:g} s")
 
+    async def ask(self, question: Message, timeout_s: float = REPLY_S) -> Message:
+        """As `ask_frame`, for answers without a blob."""
+        return (await self.ask_frame(question, timeout_s)).message
+
     async def ask_status(self) -> StatusReport:
-        answer = await self.ask(AskStatus())
-        if not isinstance(answer, StatusReport):
-            raise RemoteProtocolError(_unexpected(answer))
-        return answer
+        return _expect(StatusReport, await self.ask(AskStatus()))
 
     async def ask_experts(self) -> ExpertsReport:
-        answer = await self.ask(AskExperts())
-        if not isinstance(answer, ExpertsReport):
-            raise RemoteProtocolError(_unexpected(answer))
-        return answer
+        return _expect(ExpertsReport, await self.ask(AskExperts()))
+
+    async def ask_traffic(self) -> TrafficReport:
+        return _expect(TrafficReport, await self.ask(AskTraffic()))
+
+    async def ask_requests(self, limit: int, older_ms: int) -> RequestsReport:
+        return _expect(RequestsReport, await self.ask(AskRequests(limit=limit, older_ms=older_ms)))
+
+    async def ask_heat(self, question: AskHeat) -> tuple[HeatReport, memoryview] | None:
+        """A part's loads with the report's blob; None if the head has no such part (any more)."""
+        frame = await self.ask_frame(question)
+        if isinstance(frame.message, Refused):
+            return None
+        return _expect(HeatReport, frame.message), frame.blob
 
     async def ask_rebalance(self, act: Rebalance, timeout_s: float) -> RebalanceAnswer:
         """Has the head act on one part of a group; `admin.sock` only.
@@ -164,22 +101,42 @@ class Operator:
             ActRefused: the head says why not; nothing was changed.
             PeerGone: the head went away, or did not answer in time.
         """
-        answer = await self.ask(act, timeout_s)
-        if isinstance(answer, Refused):
-            raise ActRefused(answer.message)
-        if not isinstance(answer, RebalanceAnswer):
-            raise RemoteProtocolError(_unexpected(answer))
-        return answer
+        return _expect_act(RebalanceAnswer, await self.ask(act, timeout_s))
+
+    async def ask_act(self, act: SetDrain | CancelRequests) -> str:
+        """Has the head do it and returns what was done, in words; raises as `ask_rebalance`."""
+        return _expect_act(ActDone, await self.ask(act)).done
 
     async def ask_shutdown(self, drain_ms: int, reason: str) -> ShutdownAccepted:
-        answer = await self.ask(Shutdown(drain_ms=drain_ms, reason=reason))
-        if not isinstance(answer, ShutdownAccepted):
-            raise RemoteProtocolError(_unexpected(answer))
+        return _expect(ShutdownAccepted, await self.ask(Shutdown(drain_ms=drain_ms, reason=reason)))
+
+    async def watch_events(self, after: int) -> None:
+        """Has the head send its events after this number, which `wait_events` returns. Nothing else can be asked on
+        this connection from now on."""
+        await self._link.send(WatchEvents(after=after))
+
+    async def wait_events(self) -> list[EventsHappened]:
+        """What the head has sent, at least one message. One with fewer events than a message holds has the newest.
+
+        Raises:
+            PeerGone: the head went away.
+            ActRefused: it lets nobody watch here.
+        """
+        return [_expect_act(EventsHappened, frame.message) for frame in await self._link.receive()]
+
+
+def _expect(kind: type[M], answer: Message) -> M:
+    if isinstance(answer, kind):
         return answer
+    raise RemoteProtocolError(
+        answer.message if isinstance(answer, Refused) else f"the head answered {type(answer).__name__}"
+    )
 
 
-def _unexpected(answer: Message) -> str:
-    return answer.message if isinstance(answer, Refused) else f"the head answered {type(answer).__name__}"
+def _expect_act(kind: type[M], answer: Message) -> M:
+    if isinstance(answer, Refused):
+        raise ActRefused(answer.message)
+    return _expect(kind, answer)
 
 
 @contextlib.asynccontextmanager
@@ -198,7 +155,7 @@ async def open_operator(path: str) -> AsyncIterator[Operator]:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_write, link)
             try:
-                yield Operator(link, _peer_pid(stream))
+                yield Operator(link, peer_credentials(stream).pid)
             except EngineError as error:  # leaves the nursery as it is, not in a group
                 failure = error
             nursery.cancel_scope.cancel()
@@ -209,12 +166,6 @@ async def open_operator(path: str) -> AsyncIterator[Operator]:
 async def _write(link: FrameStream) -> None:
     with contextlib.suppress(PeerGone):  # the reader sees the same end, and says it
         await link.run_writer()
-
-
-def _peer_pid(stream: trio.SocketStream) -> int:
-    credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
 
 
 async def wait_process_end(pid: int, timeout_s: float) -> bool:

@@ -1,11 +1,13 @@
 """Reports of the head in Prometheus' text format (0.0.4): names, types and help of every metric that is exported.
 
 Names and labels are an interface; a test lists them. There is nothing by layer, expert, rank or request here, so that
-the number of series does not grow with the cluster.
+the number of series does not grow with the cluster. What vLLM has a name for has that name and its labels, because
+boards and benchmarks know it.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -14,20 +16,39 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.core.latency import NUM_BUCKETS, sum_us
 from engine.faces.rebalance import RUNNING_STATES, newest_first
 from engine.version import VERSION
-from transport.messages import REBALANCE_BOUNDS_MS, ExpertsReport, PartReport, StatusReport
+from transport.messages import (
+    LATENCY_BOUNDS_US,
+    REBALANCE_BOUNDS_MS,
+    Counts,
+    ExpertsReport,
+    PartReport,
+    RankStatus,
+    StatusReport,
+    TrafficReport,
+)
 
 RESULTS = ("applied", "skipped", "failed", "rolled_back")
+ANSWERS = ("finished", "failed", "cancelled", "refused")
+STATES = ("starting", "joining", "ready", "draining", "drained", "lost", "restarting", "stopped")
+"""Of ranks. `drained`: an operator has drained it and nothing is left there; `draining`: something is, or it ends."""
 
 
-def metrics_text(status: StatusReport, experts: ExpertsReport, now_s: float) -> str:
+def metrics_text(status: StatusReport, experts: ExpertsReport, traffic: TrafficReport, now_s: float) -> str:
     """All metrics of a cluster.
 
     Args:
         now_s: seconds since 1970; reports have ages, scrapes want times.
     """
-    return _write([*_cluster_metrics(status, experts), *_eplb_metrics(experts.parts, now_s)])
+    metrics = (
+        _cluster_metrics(status, experts),
+        _rank_metrics(status.ranks),
+        _traffic_metrics(traffic, status.model),
+        _eplb_metrics(experts.parts, now_s),
+    )
+    return _write(list(itertools.chain(*metrics)))
 
 
 def absence_text() -> str:
@@ -63,6 +84,77 @@ def _cluster_metrics(status: StatusReport, experts: ExpertsReport) -> Iterator[M
     info = GaugeMetricFamily("engine:info", "Constant 1; what runs is in the labels.", labels=INFO_LABELS)
     info.add_metric([VERSION, status.model, describe_layout(status, experts)], 1)
     yield info
+
+
+def _rank_metrics(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
+    counts: collections.Counter[tuple[str, str]] = collections.Counter(
+        (rank.role, "drained" if rank.phase == "drained" else rank.state) for rank in ranks
+    )
+    family = GaugeMetricFamily("engine:ranks", "Ranks of a pool in a state.", labels=["pool", "state"])
+    for pool, state in itertools.product(("prefill", "decode"), STATES):
+        family.add_metric([pool, state], counts[pool, state])
+    yield family
+    corrupt = sum(rank.snapshot.corrupt_pushes for rank in ranks if rank.snapshot is not None)
+    yield CounterMetricFamily(
+        "engine:pd_corrupt_pushes",
+        "Pushes that arrived with another checksum than they were sent with, of all decode ranks' present lives.",
+        value=corrupt,
+    )
+
+
+def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
+    """All of the head: there is one, whatever the number of ranks."""
+    names, labels = ["model_name", "engine"], [model, "0"]
+
+    def known(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, value: int) -> Metric:
+        family = kind(f"vllm:{name}", text, labels=names)
+        family.add_metric(labels, value)
+        return family
+
+    yield known(GaugeMetricFamily, "num_requests_running", "Requests on ranks.", traffic.running)
+    yield known(GaugeMetricFamily, "num_requests_waiting", "Requests that no rank has yet.", traffic.waiting)
+    yield known(CounterMetricFamily, "prompt_tokens", "Of started attempts, cached ones too.", traffic.prompt_tokens)
+    yield known(CounterMetricFamily, "prompt_tokens_cached", "Of these, the cached ones.", traffic.cached_tokens)
+    yield known(CounterMetricFamily, "generation_tokens", "Sent to clients.", traffic.generated_tokens)
+    family = HistogramMetricFamily(
+        "vllm:time_to_first_token_seconds",
+        f"From a request's acceptance to its first token, in the head. {_SUM_TEXT}",
+        labels=names,
+    )
+    family.add_metric(labels, *_seconds(traffic.ttft))
+    yield family
+    family = HistogramMetricFamily(
+        "vllm:inter_token_latency_seconds",
+        f"Between two turns of a decode rank, once for each request that got tokens in both. {_SUM_TEXT}",
+        labels=names,
+    )
+    family.add_metric(labels, *_seconds(traffic.itl))
+    yield family
+    family = HistogramMetricFamily(
+        "engine:pd_handoff_seconds",
+        f"From the last step of a request's prompt to its first step on the decode rank. {_SUM_TEXT}",
+        labels=[],
+    )
+    family.add_metric([], *_seconds(traffic.handoff))
+    yield family
+    yield CounterMetricFamily("engine:requests_accepted", "Submissions taken.", value=traffic.accepted)
+    answers = CounterMetricFamily(
+        "engine:requests", "Submissions answered, by how; refused ones were never accepted.", labels=["result"]
+    )
+    for result in ANSWERS:
+        answers.add_metric([result], getattr(traffic, result))
+    yield answers
+    yield GaugeMetricFamily("engine:waiting_tokens", "Prompt tokens that wait.", value=traffic.waiting_tokens)
+
+
+_SUM_TEXT = "The sum is reckoned from the buckets, within 12 %."
+
+
+def _seconds(counts: Counts) -> tuple[list[tuple[str, float]], float]:
+    """Buckets and sum of a histogram of the head's."""
+    bounds = [*(f"{bound / 1e6:g}" for bound in LATENCY_BOUNDS_US), "+Inf"]
+    sums = itertools.accumulate(counts or (0,) * NUM_BUCKETS)
+    return list(zip(bounds, map(float, sums), strict=True)), sum_us(counts) / 1e6
 
 
 INFO_LABELS = ("version", "model", "layout")

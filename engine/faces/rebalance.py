@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from engine.faces.status import describe_age, describe_bytes, describe_ranks, open_console
+from engine.faces.ranks import describe_ranks
+from engine.faces.status import describe_age, describe_bytes, open_console
 from transport.messages import ExpertsReport, PartReport, PastRebalance, StatusReport
 
 RUNNING_STATES = ("moving", "paused", "withdrawing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from engine.faces.plain import make_plain
+from engine.faces.ranks import describe_ranks, name_rank
 from transport.messages import ExpertsReport, Message, PartReport, RankStatus, StatusReport
 
 STATE_STYLES = {
@@ -41,7 +42,7 @@ def render_status(report: StatusReport, experts: ExpertsReport) -> RenderableTyp
     else:
         verdict = Text("not ready: " + "; ".join(report.reasons), style="bold red")
     for sentence in report.degraded:
-        verdict.append(f"\ndegraded: {sentence}", style="yellow")
+        verdict.append(f"\ndegraded: {make_plain(sentence)}", style="yellow")
     title = Text.assemble(
         (report.cluster, "bold"), "  model ", report.model, "  pid ", str(report.head_pid),
         "  up ", describe_age(report.uptime_ms / 1e3), "\n", verdict,
@@ -69,24 +70,13 @@ def describe_group(part: PartReport) -> str:
     )
 
 
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """`2-33`, `0,2,4-5`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
 def _rank_cells(rank: RankStatus) -> list[RenderableType]:
     state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
     if rank.phase:
         state.append(f" {rank.phase}", style="dim")
     if rank.restarts:
         state.append(f" (life {rank.generation})", style="dim")
-    name = f"{rank.role[0]}{rank.rank}"
+    name = name_rank(rank)
     age = describe_age(rank.age_ms / 1e3)
     snapshot = rank.snapshot
     if snapshot is None:

@@ -23,12 +23,14 @@ from engine.core.plan import StepPlan, StepResult
 from engine.errors import ConfigError, DeviceError, GroupBroken, LocalProtocolError
 from engine.model.checkpoint import load_checkpoint
 from engine.model.dispatch import Dispatch, Warmup
+from engine.model.drafting import Proposer
 from engine.model.engram import load_tables
 from engine.model.expert_slots import TorchExpertSlots
 from engine.model.group import Connect, GroupWorker, Signal
 from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
 from engine.model.passes import Job, StepRunner, copy_plan
+from engine.model.proposers import make_proposer
 from engine.model.rows import RowBatch
 from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo, ExpertSlots
@@ -62,7 +64,13 @@ class TorchDevice:
     """A CPU share with the model loaded. Made by `open_torch_device`; all methods belong to the trio loop."""
 
     def __init__(
-        self, model: PagedTransformer, info: DeviceInfo, *, threads: int = 1, grouping: Grouping | None = None
+        self,
+        model: PagedTransformer,
+        info: DeviceInfo,
+        *,
+        threads: int = 1,
+        grouping: Grouping | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         """Starts the worker. Must run inside trio.
 
@@ -71,6 +79,7 @@ class TorchDevice:
             info: what the rank is told.
             threads: torch threads of the worker. Bitwise equal rows are promised for 1.
             grouping: what a rank of a group has beyond the model; taken.
+            proposer: drafts for the model; taken. Without one, plans that ask for drafts get none.
         """
         self._model = model
         self._info = info
@@ -81,7 +90,7 @@ class TorchDevice:
         self._queued = 0
         self._failure: str | None = None
         self._closed = False
-        self._runner = StepRunner(model, info)
+        self._runner = StepRunner(model, info, proposer)
         self._grouping = grouping
         self._experts: TorchExpertSlots | None = None
         self._group: GroupWorker | None = None
@@ -163,7 +172,7 @@ class TorchDevice:
         await trio.to_thread.run_sync(self._worker.join, abandon_on_cancel=True)
 
     def _open_group(self, grouping: Grouping) -> tuple[TorchExpertSlots, GroupWorker]:
-        dispatch = Dispatch(grouping.pools[0], grouping.idle_steps)
+        dispatch = Dispatch(grouping.pools, grouping.idle_steps)
         self._model.mixture = dispatch
         experts = TorchExpertSlots(
             grouping.pools, grouping.sources, grouping.address, lambda: self._jobs.put(Signal.LOOK)
@@ -259,13 +268,15 @@ async def open_torch_device(
         trio.from_thread.run_sync(report_phase, phase, done, total, unit)
 
     # Loading is not cancellable half-way: what a supervisor wants to stop, it kills.
-    model, info, grouping = await trio.to_thread.run_sync(_load, config, report, poison, mesh_address, connect)
-    return TorchDevice(model, info, threads=config.threads, grouping=grouping)
+    model, info, grouping, proposer = await trio.to_thread.run_sync(
+        _load, config, report, poison, mesh_address, connect
+    )
+    return TorchDevice(model, info, threads=config.threads, grouping=grouping, proposer=proposer)
 
 
 def _load(
     config: RankConfig, report: ReportPhase, poison: bool, mesh_address: str, connect: Connect | None
-) -> tuple[PagedTransformer, DeviceInfo, Grouping | None]:
+) -> tuple[PagedTransformer, DeviceInfo, Grouping | None, Proposer | None]:
     torch.set_num_threads(max(1, config.threads))
     directory = model_directory(config.model)
     files = sorted(directory.glob("*.safetensors"))
@@ -305,6 +316,8 @@ def _load(
     report("warmup", 0, 1, "steps")
     nothing, row = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     model.forward(RowBatch(nothing, nothing, row, row))
+    # After the step that warms up, which is nobody's context.
+    proposer = make_proposer(model, weights)
     if poison:
         arena.poison()
     report("warmup", 1, 1, "steps")
@@ -322,4 +335,4 @@ def _load(
         mesh_address=mesh_address,
         parts=tuple(pool.info for pool in grouping.pools) if grouping is not None else (),
     )
-    return model, info, grouping
+    return model, info, grouping, proposer

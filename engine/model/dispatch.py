@@ -4,7 +4,7 @@ Each layer is two exchanges of the mesh. In the first a rank sends, to each othe
 and pairs (row, slot, key); in the second come the outputs, one for each pair. The home rank sums a row's experts in
 ascending order of ids by the product that a rank without a group uses, so results are those, bit for bit, wherever the
 experts are. Every rank sends to every other one in both, be it nothing: that is what keeps them in step. The first
-exchange of a step carries the pact's words.
+exchange of a step carries the pact's words; it is always one of the target's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from engine.model.tiles import Choice, pad_rows
 Ints = npt.NDArray[np.int64]
 _COUNTS = 8
 """Bytes of int32[2], pairs and rows, that a frame begins with unless it has none."""
+UNOPENED = -1
+"""In place of a part while no pass is open."""
 
 
 class Mesh(Protocol):
@@ -55,24 +57,40 @@ class _Sent(NamedTuple):
     slots: Ints
 
 
+class Load:
+    """What one part's experts did.
+
+    Attributes:
+        counts: int64[layers, experts], rows of this rank sent to each expert.
+        pairs, expert_ns: pairs computed here, and what that took, nanoseconds.
+    """
+
+    def __init__(self, pool: SlotPool) -> None:
+        """Nothing yet."""
+        self.counts = np.zeros((pool.info.layers, pool.info.experts), np.int64)
+        self.pairs = self.expert_ns = 0
+
+    def add(self, other: Load) -> None:
+        """Takes another stretch in."""
+        self.counts += other.counts
+        self.pairs += other.pairs
+        self.expert_ns += other.expert_ns
+
+
 class Dispatch:
     """`transformer.Mixture` over a mesh. Belongs to the device's worker thread.
 
     Attributes:
         agreement: what the words of the step's first exchange mean; valid from its end on.
-        counts: int64[layers, experts], rows of closed passes sent to each expert.
-        pairs, expert_us: pairs computed here in closed passes, and what that took, microseconds.
     """
 
-    def __init__(self, pool: SlotPool, idle_limit: int) -> None:
-        """Args: `pool`: borrowed. `idle_limit`: as `pact.agree` takes it."""
-        self._pool = pool
+    def __init__(self, pools: Sequence[SlotPool], idle_limit: int) -> None:
+        """Args: `pools`: by part, borrowed. `idle_limit`: as `pact.agree` takes it."""
+        self._pools = pools
+        self._pool = pools[0]
         self._idle_limit = idle_limit
-        shape = (pool.info.layers, pool.info.experts)
-        self.counts = np.zeros(shape, np.int64)
-        self.pairs = self.expert_us = 0
-        self._pass_counts = np.zeros(shape, np.int64)
-        self._pass_pairs = self._pass_ns = 0
+        self._loads = [Load(pool) for pool in pools]
+        self._pass_load = Load(pools[0])
 
     def enter(self, mesh: Mesh, place: int, ranks: Sequence[int], membership: int) -> None:
         """Takes the mesh of a membership, whose member at each place is of these ranks."""
@@ -82,15 +100,16 @@ class Dispatch:
         self._membership = membership
         self._others = [other for other in mesh.places if other != place]
 
-    def open_step(self, step: int, words: Words, table: SlotTable, active: tuple[int, ...]) -> None:
+    def open_step(self, step: int, words: Words, tables: Sequence[SlotTable], active: tuple[int, ...]) -> None:
         """A step of the membership begins, with one snapshot of this rank's words.
 
         Args:
-            table: of the epoch in force.
+            tables: per part, of the epoch in force.
             active: per part, that epoch.
         """
-        self._step, self._words, self._table, self._active = step, words, table, active
+        self._step, self._words, self._tables, self._active = step, words, tables, active
         self._pass = -1
+        self._part = UNOPENED
         self._agreed: Agreement | None = None
 
     @property
@@ -98,18 +117,18 @@ class Dispatch:
         assert self._agreed is not None
         return self._agreed
 
-    def open_pass(self, positions: Ints, ids: Ints) -> None:
-        """See `Mixture.open_pass`."""
+    def open_pass(self, positions: Ints, ids: Ints, part: int = 0) -> None:
+        """See `Mixture.open_pass`. What is counted goes on from an earlier one that was not closed."""
         self._pass += 1
         self._identity = identify_rows(positions, ids)
-        self._pass_counts[:] = 0
-        self._pass_pairs = self._pass_ns = 0
+        if part != self._part:
+            self._part, self._pool, self._table = part, self._pools[part], self._tables[part]
+            self._pass_load = Load(self._pool)
 
     def close_pass(self) -> None:
         """See `Mixture.close_pass`. What a broken pass counted is dropped: it runs again."""
-        self.counts += self._pass_counts
-        self.pairs += self._pass_pairs
-        self.expert_us += self._pass_ns // 1000
+        self._loads[self._part].add(self._pass_load)
+        self._part = UNOPENED
 
     def send(self, layer: int, x: Tensor, choice: Choice) -> None:
         """See `Mixture.send`.
@@ -120,7 +139,7 @@ class Dispatch:
         """
         top_k = choice.ids.shape[1]
         keys, places, slots = self._table.find(layer, choice.ids, self._identity)
-        self._pass_counts[layer] += np.bincount(choice.ids.ravel(), minlength=self._pool.info.experts)
+        self._pass_load.counts[layer] += np.bincount(choice.ids.ravel(), minlength=self._pool.info.experts)
         flat, keys, slots = places.ravel(), keys.ravel(), slots.ravel()
         rows = x.numpy()
         own = (flat == self._place).nonzero()[0]
@@ -166,11 +185,10 @@ class Dispatch:
         share = torch.from_numpy(sent.choice.weights).unsqueeze(1)
         return torch.bmm(share, picked.view(rows, top_k, hidden)).squeeze(1)
 
-    def take_loads(self) -> tuple[npt.NDArray[np.int64], int, int]:
-        """(counts, pairs, expert_us) since the last call."""
-        taken = self.counts, self.pairs, self.expert_us
-        self.counts = np.zeros_like(self.counts)
-        self.pairs = self.expert_us = 0
+    def take_loads(self) -> list[Load]:
+        """Per part, what closed passes came to since the last call."""
+        taken = self._loads
+        self._loads = [Load(pool) for pool in self._pools]
         return taken
 
     @property
@@ -221,8 +239,8 @@ class Dispatch:
     def _evaluate(self, x: Tensor, rows: Ints, slots: Ints) -> npt.NDArray[np.float32]:
         began = time.perf_counter_ns()
         outputs: npt.NDArray[np.float32] = self._pool.bank.evaluate(x, rows, slots).numpy()
-        self._pass_ns += time.perf_counter_ns() - began
-        self._pass_pairs += len(slots)
+        self._pass_load.expert_ns += time.perf_counter_ns() - began
+        self._pass_load.pairs += len(slots)
         return outputs
 
 
@@ -264,7 +282,7 @@ def _unpack_rows(frame: memoryview, hidden: int, rank: int) -> tuple[Ints, Ints,
 class Warmup:
     """A `Mixture` without experts, for the step that warms a device up before it has a group."""
 
-    def open_pass(self, positions: Ints, ids: Ints) -> None:
+    def open_pass(self, positions: Ints, ids: Ints, part: int = 0) -> None:
         """Nothing to be done."""
 
     def send(self, layer: int, x: Tensor, choice: Choice) -> None:

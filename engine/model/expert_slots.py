@@ -22,6 +22,7 @@ from engine.core.group import Membership
 from engine.core.pact import PARTS
 from engine.core.placement import EMPTY, Placement
 from engine.errors import ConfigError, DeviceError, LocalProtocolError
+from engine.model.dispatch import Load
 from engine.model.slots import ReadExpert, SlotPool, SlotTable
 from engine.ports import PartLoads
 
@@ -66,8 +67,8 @@ class TorchExpertSlots:
         self._ready_before = [0] * len(PARTS)
         self._unjoined: list[set[int]] = [set() for _ in pools]
         self._joined = 0
-        self._counts = [np.zeros((pool.info.layers, pool.info.experts), np.int64) for pool in pools]
-        self._steps = self._pairs = self._expert_us = 0
+        self._loads = [Load(pool) for pool in pools]
+        self._steps = 0
 
     async def prepare(self, membership: Membership) -> None:
         """See `ports.ExpertSlots.prepare`.
@@ -192,23 +193,14 @@ class TorchExpertSlots:
                 self._unjoined[part].discard(slot)
 
     def read_loads(self) -> tuple[PartLoads, ...] | None:
-        """See `ports.ExpertSlots.read_loads`. Only the target's experts work, so the drafter's loads are zero."""
+        """See `ports.ExpertSlots.read_loads`. Parts have the same steps: what a drafter's experts cost is spread over
+        steps that draft and others."""
         with self._lock:
             if not self._steps:
                 return None
-            loads = []
-            for part, counts in enumerate(self._counts):
-                loads.append(
-                    PartLoads(
-                        counts=counts,
-                        steps=self._steps,
-                        pairs=0 if part else self._pairs,
-                        expert_us=0 if part else self._expert_us,
-                    )
-                )
-            self._counts = [np.zeros_like(counts) for counts in self._counts]
-            self._steps = self._pairs = self._expert_us = 0
-            return tuple(loads)
+            loads, steps = self._loads, self._steps
+            self._loads, self._steps = [Load(pool) for pool in self.pools], 0
+            return tuple([PartLoads(load.counts, steps, load.pairs, load.expert_ns // 1000) for load in loads])
 
     # ---------------------------------------------------------------- the worker's
 
@@ -261,12 +253,11 @@ class TorchExpertSlots:
         """The table in force."""
         return self._tables[part][self._active[part]]
 
-    def add_loads(self, counts: npt.NDArray[np.int64], pairs: int, expert_us: int, *, steps: int) -> None:
-        """What the target's experts did in some steps; `steps` of them had rows of this rank."""
+    def add_loads(self, loads: Sequence[Load], *, steps: int) -> None:
+        """What the experts of each part did in some steps; `steps` of them had rows of this rank."""
         with self._lock:
-            self._counts[0] += counts
-            self._pairs += pairs
-            self._expert_us += expert_us
+            for total, load in zip(self._loads, loads, strict=True):
+                total.add(load)
             self._steps += steps
 
     # ---------------------------------------------------------------- parts of the above

@@ -1,21 +1,84 @@
 """Layer: the weights of one layer of the paged path, fused and folded for few and wide products.
 
 Norm weights and constant factors that stand before a product are folded into its matrix, matrices that read the same
-input are stacked. The stored checkpoint stays what it is; these are float32 copies made at load.
+input are stacked. The stored checkpoint stays what it is; these are float32 copies made at load. What a layer of the
+target and a stage of the drafter compute alike, around their attention and in their mixture, is here too.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.model.compressor import Compressor, Pooling
+from engine.model.compressor import Compressor, Pooling, rotate
 from engine.model.kv import KvLayout, Plane
 from engine.model.layers import WeightMap
 from engine.model.memory import Memory
 from engine.model.mixing import HyperConnection
 from engine.model.shapes import LayerRole, ModelShape
-from engine.model.tiles import ExpertBank, TileLinear
+from engine.model.tiles import (
+    Choice,
+    ExpertBank,
+    Floats,
+    TileLinear,
+    choose_experts,
+    gate_unit,
+    norm_rows,
+    weigh_experts,
+)
+
+Ints = npt.NDArray[np.int64]
+
+
+class Mixture(Protocol):
+    """Where the routed experts are when they are not in this process's layers: `dispatch.Dispatch`."""
+
+    def open_pass(self, positions: Ints, ids: Ints, part: int = 0) -> None:
+        """Before the first layer: int64[rows] positions and token ids of the pass, which may have no rows.
+
+        Args:
+            part: whose experts it is for, by index into `core.pact.PARTS`.
+        """
+        ...
+
+    def send(self, layer: int, x: Tensor, choice: Choice) -> None:
+        """Each row to its experts: float32[padded rows, hidden], and the choice of the real rows."""
+        ...
+
+    def receive(self) -> Tensor:
+        """float32[rows, hidden], the weighted sums of what was sent last."""
+        ...
+
+    def close_pass(self) -> None:
+        """After the last layer."""
+        ...
+
+
+class Projected(NamedTuple):
+    """What rows bring to a layer's attention; whole tiles of rows.
+
+    Attributes:
+        query: float32[rows, heads, head_dim], scaled and rotated.
+        window_kv: float32[rows, head_dim], rotated.
+        rest: float32[rows, *], columns of the input product past the window row.
+        index_query: float32[rows, *], columns of the query product past the heads.
+    """
+
+    query: Tensor
+    window_kv: Tensor
+    rest: Tensor
+    index_query: Tensor
+
+
+class Routed(NamedTuple):
+    """The router's decision for real rows, and float32[rows, experts] that it was made on, if by score."""
+
+    choice: Choice
+    ranked: Floats | None
 
 
 class Layer:
@@ -27,15 +90,32 @@ class Layer:
 
     Attributes that are not weights:
         raw_width, key_raw_width: columns of the raw rows of entries and of pooled keys.
+        number: of the layer within its part.
     """
 
     def __init__(
-        self, weights: WeightMap, shape: ModelShape, role: LayerRole, layout: KvLayout, *, with_experts: bool = True
+        self,
+        weights: WeightMap,
+        shape: ModelShape,
+        role: LayerRole,
+        layout: KvLayout,
+        *,
+        with_experts: bool = True,
+        stage: int | None = None,
     ) -> None:
-        """Keeps float32 copies. Without experts they are in slots elsewhere, and `experts` is None."""
-        prefix = f"layers.{role.index}"
+        """Keeps float32 copies. Without experts they are in slots elsewhere, and `experts` is None.
+
+        Args:
+            stage: for a stage of the drafter, its number; else it is the target's layer `role.index`.
+        """
+        prefix = f"layers.{role.index}" if stage is None else f"mtp.{stage}"
         attn = f"{prefix}.attn"
         self.role = role
+        self.number = role.index if stage is None else stage
+        self._shape = shape
+        drafter = shape.drafter if stage is not None else None
+        self._num_experts = shape.num_experts if drafter is None else drafter.num_experts
+        self.top_k = shape.top_k if drafter is None else drafter.top_k
         norm = weights[f"{prefix}.attn_norm.weight"].float()
         parts = [weights[f"{attn}.wq_a.weight"], weights[f"{attn}.wkv.weight"]]
         self.compressor: Compressor | None = None
@@ -89,6 +169,79 @@ class Layer:
         self.mix_attn = HyperConnection(weights, f"{prefix}.hc_attn", shape)
         self.mix_ffn = HyperConnection(weights, f"{prefix}.hc_ffn", shape)
         self.memory = Memory(weights, f"{prefix}.engram", shape) if role.has_engram else None
+
+    def project_window(self, lines: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """The input product of the last line of every row, and the window row in it, normed and rotated.
+
+        Args:
+            lines: float32[rows, streams + 1, hidden]; whole tiles.
+            turn: complex64[rows, rope_dim / 2].
+
+        Returns:
+            (float32[rows, *], float32[rows, head_dim]).
+        """
+        shape = self._shape
+        wide = self.project_in(norm_rows(lines[:, -1], shape.norm_eps))
+        window_kv = norm_rows(wide[:, shape.q_rank : shape.q_rank + shape.head_dim], shape.norm_eps, self.kv_norm)
+        rotate(window_kv, turn)
+        return wide, window_kv
+
+    def project(self, lines: Tensor, turn: Tensor) -> Projected:
+        """All products before the attention; arguments as in `project_window`."""
+        shape = self._shape
+        wide, window_kv = self.project_window(lines, turn)
+        low = norm_rows(wide[:, : shape.q_rank], shape.norm_eps)
+        heads = self.project_query(low)
+        split = shape.num_heads * shape.head_dim
+        query = heads[:, :split].unflatten(1, (shape.num_heads, shape.head_dim))
+        if shape.norms_query:
+            query = norm_rows(query, shape.norm_eps).mul_(shape.head_dim**-0.5)
+        rotate(query, turn.unsqueeze(1))
+        return Projected(query, window_kv, wide[:, shape.q_rank + shape.head_dim :], heads[:, split:])
+
+    def project_back(self, mixed: Tensor, turn: Tensor) -> Tensor:
+        """The sublayer's output from float32[rows, heads, head_dim], which is rotated back in place."""
+        rotate(mixed, turn.conj().resolve_conj().unsqueeze(1))
+        groups = mixed.view(len(mixed), self._shape.o_groups, -1)
+        joined = torch.cat([project(groups[:, g]) for g, project in enumerate(self.project_groups)], 1)
+        return self.project_out(joined)
+
+    def mix_experts(self, lines: Tensor, ids: Ints, mixture: Mixture | None) -> Routed:
+        """Mixture sublayer: reads the last line of every row and overwrites it with the output.
+
+        Args:
+            lines: float32[rows, streams + 1, hidden]; whole tiles.
+            ids: int64[real rows], their tokens.
+            mixture: evaluates the routed experts of a layer that has none.
+        """
+        shape, rows = self._shape, len(ids)
+        x = norm_rows(lines[:, -1], shape.norm_eps)
+        wide = self.project_ffn(x)
+        scores = torch.nn.functional.softplus(wide[:, : self._num_experts]).sqrt_()
+        known = scores.numpy()[:rows]
+        ranked: Floats | None = None
+        if self.experts_by_token is not None:
+            choice = weigh_experts(known, self.experts_by_token[ids], shape.routed_scale)
+        else:
+            assert self.bias is not None
+            choice, ranked = choose_experts(known, self.bias, self.top_k, shape.routed_scale)
+        if self.experts is not None:
+            output = self.shared_out(gate_unit(wide[:, self._num_experts :], shape.clamp))
+            output[:rows] += self.experts.mix(x, choice)
+        else:
+            assert mixture is not None
+            mixture.send(self.number, x, choice)
+            # While rows are on their way.
+            output = self.shared_out(gate_unit(wide[:, self._num_experts :], shape.clamp))
+            output[:rows] += mixture.receive()
+        lines[:, -1] = output
+        return Routed(choice, ranked)
+
+    def mix_nothing(self, mixture: Mixture) -> None:
+        """The mixture sublayer of a pass without rows, for a rank of a group whose peers have some."""
+        nobody = Choice(np.empty((0, self.top_k), np.int64), np.empty((0, self.top_k), np.float32))
+        mixture.send(self.number, torch.empty((0, self._shape.hidden)), nobody)
+        mixture.receive()
 
 
 def _pooling(

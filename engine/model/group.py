@@ -123,12 +123,14 @@ class GroupWorker:
             generation=self._membership.members[self._place].generation,
             rows=progress.rows,
             passes=len(progress.waiting),
+            drafts=self._runner.count_drafts(progress),
             idle=job.idle,
             join=max(experts.joined, self._number),
             stop=int(job.stop),
             ready=experts.ready,
         )
-        self._dispatch.open_step(self._step, words, experts.find_table(0), active)
+        tables = [experts.find_table(part) for part in range(len(active))]
+        self._dispatch.open_step(self._step, words, tables, active)
         passes = 1
         done = 0
         while done < passes:
@@ -143,8 +145,15 @@ class GroupWorker:
             done += 1
             passes = self._dispatch.agreement.passes
         agreed = self._dispatch.agreement
+        if agreed.drafts:
+            # All members go along, behind the last pass of all; who wants no drafts, with no rows.
+            began = time.perf_counter_ns()
+            try:
+                self._runner.propose(progress, agreed.drafts)
+            finally:
+                progress.device_ns += time.perf_counter_ns() - began
         group = GroupStep(self._number, self._step, active, agreed.park, agreed.stop)
-        experts.add_loads(*self._dispatch.take_loads(), steps=1 if job.chunks or job.decode else 0)
+        experts.add_loads(self._dispatch.take_loads(), steps=1 if job.chunks or job.decode else 0)
         self._latch(agreed, group)
         return self._runner.finish(job, progress, group)
 

@@ -70,6 +70,8 @@ def open_grouping(
     if shape.drafter is not None:
         drafter = shape.drafter
         sizes.append(("mtp", drafter.num_stages, drafter.num_experts, config.experts_draft.spare_slots))
+    elif shape.num_predict_layers:
+        sizes.append(("mtp", shape.num_predict_layers, shape.num_experts, config.experts_draft.spare_slots))
     pools = tuple(
         SlotPool(
             part, layers, experts, count_slots(layers, experts, config.group, spare),

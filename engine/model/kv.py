@@ -3,10 +3,10 @@
 A page holds `page_tokens` tokens of every compressed family (main entries of each KV source layer, and index keys where
 entries are selected), one plane after the other, contiguous across layers: one page is one transfer descriptor. A state
 slab holds what does not grow: the window ring of every layer and drafter stage, the rings of raw compressor rows, the
-trailing token ids and the token that was sampled last. Everything in a slab is addressed by position (`position %
-ring`), and rings have room for `SPARE_ROWS` positions beyond what attention reads, so a rejected draft is overwritten
-and never rolled back, and a step of so few positions that is run again writes the same bytes (for a longer one see
-passes.py).
+trailing token ids, the token that was sampled last, and what penalties have seen of each id. But for the last two, all
+in a slab is addressed by position (`position % ring`), and rings have room for `SPARE_ROWS` positions beyond what
+attention reads, so a rejected draft is overwritten and never rolled back, and a step of so few positions that is run
+again writes the same bytes (for a longer one see passes.py).
 
 The arena is one allocation: the run of pages, the run of slabs, then a private tail that no peer sees (a row of zeros
 that masked reads are sent to, and the staging rows of a prefill chunk). It is read and written as a table of equally
@@ -106,6 +106,10 @@ class KvLayout:
         pools: compressor rings in a slab.
         ids_offset: bytes from the slab's start to int32[ID_RING], the trailing ids.
         sampled_offset: bytes to int32[1], the token this slab sampled last.
+        counts_offset: bytes to int16[vocab_size], what was seen of each id (see `Arena.counts`).
+        streams_offset: bytes to float32[stream_width], see `Arena.streams`.
+        stream_width: numbers there; 0 for a model without a layer that predicts ahead.
+        vocab_size: ids.
         slab_bytes: size of a slab.
         digest: hex digest over all of it and over the layer roles.
     """
@@ -120,6 +124,10 @@ class KvLayout:
     pools: tuple[Pool, ...]
     ids_offset: int
     sampled_offset: int
+    counts_offset: int
+    vocab_size: int
+    streams_offset: int
+    stream_width: int
     slab_bytes: int
     digest: str
 
@@ -167,7 +175,10 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
         offset += pool.ring * pool.width * 4
     ids_offset = _align(offset, PLANE_ALIGN)
     sampled_offset = ids_offset + ID_RING * 4
-    slab_bytes = _align(sampled_offset + 4, unit)
+    counts_offset = _align(sampled_offset + 4, PLANE_ALIGN)
+    streams_offset = _align(counts_offset + 2 * shape.vocab_size, PLANE_ALIGN)
+    stream_width = shape.stream_width if shape.num_predict_layers else 0
+    slab_bytes = _align(streams_offset + 4 * stream_width, unit)
 
     described = {
         "format": FORMAT_VERSION,
@@ -180,6 +191,8 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
         "window": shape.window,
         "ring": ring,
         "ids": [ids_offset, ID_RING, sampled_offset],
+        "counts": counts_offset,
+        "streams": [streams_offset, stream_width],
         "planes": [dataclasses.astuple(plane) for plane in planes],
         "pools": [dataclasses.astuple(pool) for pool in pools],
         "roles": [dataclasses.astuple(role) for role in shape.layer_roles],
@@ -198,6 +211,10 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
         pools=tuple(pools),
         ids_offset=ids_offset,
         sampled_offset=sampled_offset,
+        counts_offset=counts_offset,
+        vocab_size=shape.vocab_size,
+        streams_offset=streams_offset,
+        stream_width=stream_width,
         slab_bytes=slab_bytes,
         digest=digest,
     )
@@ -236,6 +253,10 @@ class Arena:
         flat: dtype[*], the same memory number by number, for index keys.
         raw: by width float32[*, width], compressor rows.
         ints: int32[*], ids.
+        counts: int16[num_slabs, vocab_size], for requests with penalties: how often each id was generated, and bit 15
+            for ids of the prompt. Other requests neither write nor read theirs.
+        streams: float32[num_slabs, stream_width], the target's streams at each sequence's last position, for a layer
+            that predicts ahead.
         zero_row: number in `rows` of a row that is always zero.
         staging_row: number in `rows` of the first staging row.
     """
@@ -272,6 +293,14 @@ class Arena:
         self.flat = self._bytes.view(layout.torch_dtype)
         self.raw = {pool.width: self._table(torch.float32, pool.width * 4) for pool in layout.pools}
         self.ints = self._bytes.view(torch.int32)
+        counts_at = (self._slabs_at + layout.counts_offset) // 2
+        self.counts = self._bytes.view(torch.int16).as_strided(
+            (num_slabs, layout.vocab_size), (layout.slab_bytes // 2, 1), skip // 2 + counts_at
+        )
+        streams_at = (self._slabs_at + layout.streams_offset) // 4
+        self.streams = self._bytes.view(torch.float32).as_strided(
+            (num_slabs, layout.stream_width), (layout.slab_bytes // 4, 1), skip // 4 + streams_at
+        )
         self.zero_row = tail_at // layout.window_row_bytes
         self.staging_row = staging_at // layout.window_row_bytes
 

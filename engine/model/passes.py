@@ -1,26 +1,32 @@
 """Jobs and StepRunner: a step as passes through the model, which there are, in order, and one of them at a time.
 
-A pass ends with its sampled tokens, and only there the cell of a slab's last token is written. So a pass of a group
-that broke off in the middle can run again: what it wrote before is addressed by position. One thing is not harmless to
-repeat: a long chunk's rows go round the rings of its slab, over rows that its repetition reads. Such slabs are kept
-before the pass, and put back before it is repeated.
+A pass ends with its sampled tokens, and only there the cell of a slab's last token is written and the token counted for
+penalties. So a pass of a group that broke off in the middle can run again: what it wrote before is addressed by
+position. One thing is not harmless to repeat: a long chunk's rows go round the rings of its slab, over rows that its
+repetition reads. Such slabs are kept before the pass, and put back before it is repeated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from engine.core.pact import GroupStep
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import Scores, StepPlan, StepResult
 from engine.errors import DeviceError
+from engine.model.choosing import Chooser
+from engine.model.decoding import UNKNOWN, Decode, Decoder, Wanted
+from engine.model.drafting import Proposer
 from engine.model.kv import SPARE_ROWS
+from engine.model.penalties import count_ids
 from engine.model.rows import RowBatch
-from engine.model.sampling import sample_tokens
+from engine.model.sampling import Sampler
+from engine.model.scoring import join_scores, score_targets
 from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo
 from transport.messages import Sampling
@@ -37,18 +43,10 @@ class Chunk:
     tokens: Ints
     pages: Ints
     sampling: Sampling | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-    """The decode rows of a step as columns; `tokens` is -1 where the slab knows the token."""
-
-    slabs: Ints
-    positions: Ints
-    tokens: Ints
-    tables: Ints
-    widths: Ints
-    sampling: tuple[Sampling, ...]
+    seen: Ints | None = None
+    generated: int = 0
+    targets: Ints | None = None
+    target_tops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +69,21 @@ class Progress:
 
     Attributes:
         waiting: passes not finished, in order.
-        chunk_tokens, row_tokens: of those that are.
+        wanted: what is to be proposed when none waits any more.
+        chunk_tokens, row_tokens, and so on as in StepResult: of those that are.
         device_ns: time worked on it, broken passes included.
         kept: slabs and their bytes as they were before the first of `waiting`, once it has begun.
     """
 
     waiting: list[Pass]
+    wanted: Wanted | None = None
     chunk_tokens: list[int | None] = dataclasses.field(default_factory=list)
     row_tokens: tuple[int, ...] = ()
+    row_counts: tuple[int, ...] | None = None
+    row_proposed: tuple[int, ...] | None = None
+    row_scores: Scores | None = None
+    chunk_scores: list[Scores] = dataclasses.field(default_factory=list)
+    target_scores: list[tuple[int, Scores]] = dataclasses.field(default_factory=list)
     device_ns: int = 0
     kept: tuple[Ints, Tensor] | None = None
 
@@ -94,9 +99,13 @@ class Progress:
 class StepRunner:
     """Runs passes on a model. Belongs to the device's worker thread."""
 
-    def __init__(self, model: PagedTransformer, info: DeviceInfo) -> None:
+    def __init__(self, model: PagedTransformer, info: DeviceInfo, proposer: Proposer | None = None) -> None:
+        """All are borrowed. `proposer`: of the model; None drafts nothing."""
         self._model = model
         self._info = info
+        self._proposer = proposer
+        self._chooser = Chooser(model.arena, info)
+        self._decoder = Decoder(model, info, self._chooser, proposer)
 
     def run(self, job: Job) -> StepResult:
         """A whole step of a rank without a group."""
@@ -104,6 +113,8 @@ class StepRunner:
         progress = self.begin(job)
         while progress.waiting:
             self.run_next(progress)
+        if progress.wanted is not None:
+            self.propose(progress)
         progress.device_ns = time.perf_counter_ns() - started
         return self.finish(job, progress)
 
@@ -118,8 +129,13 @@ class StepRunner:
             step=job.step,
             chunk_tokens=tuple(progress.chunk_tokens),
             row_tokens=progress.row_tokens,
+            row_counts=progress.row_counts,
+            row_proposed=progress.row_proposed,
             device_us=progress.device_ns // 1000,
             group=group,
+            row_scores=progress.row_scores,
+            chunk_scores=join_scores(progress.chunk_scores),
+            target_scores=tuple(progress.target_scores),
         )
 
     def run_next(self, progress: Progress, *, repeatable: bool = False) -> None:
@@ -132,15 +148,32 @@ class StepRunner:
         if repeatable:
             self._keep_slabs(part, progress)
         if isinstance(part, Decode):
-            progress.row_tokens = self._run_decode(part)
+            self._run_decode(part, progress)
         else:
-            progress.chunk_tokens += self._run_chunks(part)
+            self._run_chunks(part, progress)
         del progress.waiting[0]
         progress.kept = None
 
     def run_nothing(self) -> None:
         """A pass without rows, see `PagedTransformer.forward_nothing`."""
         self._model.forward_nothing()
+
+    def count_drafts(self, progress: Progress) -> int:
+        """Drafts that are to be proposed for each row of the job when its passes have run; 0 for no proposing."""
+        if self._proposer is None:
+            return 0
+        if progress.wanted is not None:
+            return progress.wanted.count
+        return max((part.drafts for part in progress.waiting if isinstance(part, Decode)), default=0)
+
+    def propose(self, progress: Progress, rounds: int = 0) -> None:
+        """What is wanted, if anything is. May break off in a group, and be called again.
+
+        Args:
+            rounds: the largest `count_drafts` in the group.
+        """
+        self._decoder.propose(progress.wanted, rounds)
+        progress.wanted = None
 
     def _keep_slabs(self, part: Pass, progress: Progress) -> None:
         """Keeps the slabs that a repetition would find changed; before a repetition puts them back."""
@@ -168,64 +201,66 @@ class StepRunner:
             room -= need
         return passes
 
-    def _run_chunks(self, chunks: list[Chunk]) -> list[int | None]:
+    def _run_chunks(self, chunks: list[Chunk], progress: Progress) -> None:
         """One pass; the token that follows each chunk which asks for one."""
         slabs = np.array([chunk.slab for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
-        counts = np.array([len(chunk.tokens) for chunk in chunks])
+        lengths = np.array([len(chunk.tokens) for chunk in chunks])
         tables, widths = _stack([chunk.pages for chunk in chunks])
-        self._check_places(slabs, tables, widths, starts + counts)
+        self._chooser.check_slabs(slabs)
+        self._chooser.check_pages(tables, widths, starts + lengths)
         tokens, _ = _stack([chunk.tokens for chunk in chunks])
-        self._check_ids(tokens)
-        batch = RowBatch(slabs, starts, tokens, tables, counts if len(chunks) > 1 else None)
+        self._chooser.check_ids(tokens)
+        batch = RowBatch(slabs, starts, tokens, tables, lengths if len(chunks) > 1 else None)
         asking = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
-        wanted = (batch.firsts + counts - 1)[asking].tolist()
-        logits = self._model.forward_prompt(batch, last=bool(asking), wanted=wanted)
+        wanted: list[int] = (batch.firsts + lengths - 1)[asking].tolist()
+        targets = [(at, chunk.targets) for at, chunk in enumerate(chunks) if chunk.targets is not None]
+        for at, ids in targets:
+            wanted += range(int(batch.firsts[at]), int(batch.firsts[at]) + len(ids))
+        if targets:
+            # Every row is asked for, so every row goes through all layers.
+            logits = self._model.forward(batch, wanted)
+        else:
+            logits = self._model.forward_prompt(batch, last=bool(asking), wanted=wanted)
         followers: list[int | None] = [None] * len(chunks)
+        first, end = len(progress.chunk_tokens), len(asking)
+        for at, ids in targets:
+            if len(ids):
+                told = score_targets(logits[end : end + len(ids)], ids, chunks[at].target_tops, chunks[at].start + 1)
+                progress.target_scores.append((first + at, told))
+                end += len(ids)
         if asking:
-            sampling = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-            drawn = sample_tokens(logits, sampling, (starts + counts)[asking].tolist(), self._info.eos_ids)
-            self._keep_sampled(slabs[asking], drawn)
+            sampler = Sampler([each.sampling for each in chunks if each.sampling is not None], self._info.eos_ids)
+            self._count_seen([chunks[index] for index in asking])
+            drawn, scores = self._chooser.choose(
+                sampler, logits[: len(asking)], slabs[asking], (starts + lengths)[asking]
+            )
+            if scores is not None:
+                rows = first + np.array(asking)[scores.rows]
+                progress.chunk_scores.append(dataclasses.replace(scores, rows=rows))
             for index, token in zip(asking, drawn.tolist(), strict=True):
                 followers[index] = token
-        return followers
+        progress.chunk_tokens += followers
+        known = np.array([UNKNOWN if token is None else token for token in followers])
+        if self._proposer is not None:
+            self._proposer.keep(None, known, reopens=True)
+        self._decoder.note_prompts(slabs, np.where(known < 0, UNKNOWN, starts + lengths))
 
-    def _run_decode(self, decode: Decode) -> tuple[int, ...]:
-        self._check_places(decode.slabs, decode.tables, decode.widths, decode.positions + 1)
-        first, stride = self._model.arena.sampled_cell()
-        cells = first + decode.slabs * stride
-        sampled = self._model.arena.ints.numpy()[cells]
-        tokens = np.where(decode.tokens < 0, sampled, decode.tokens)
-        self._check_ids(tokens)
-        batch = RowBatch(decode.slabs, decode.positions, tokens[:, None], decode.tables)
-        logits = self._model.forward(batch)
-        positions = (decode.positions + 1).tolist()
-        drawn = sample_tokens(logits, decode.sampling, positions, self._info.eos_ids)
-        self._keep_sampled(decode.slabs, drawn)
-        return tuple(drawn.tolist())
+    def _run_decode(self, decode: Decode, progress: Progress) -> None:
+        decoded = self._decoder.run(decode)
+        progress.row_tokens, progress.row_scores = decoded.tokens, decoded.scores
+        progress.row_counts, progress.row_proposed = decoded.counts, decoded.proposed
+        progress.wanted = decoded.wanted
 
-    def _keep_sampled(self, slabs: Ints, tokens: Ints) -> None:
-        first, stride = self._model.arena.sampled_cell()
-        self._model.arena.ints.numpy()[first + slabs * stride] = tokens
-
-    def _check_ids(self, tokens: Ints) -> None:
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._info.vocab_size:
-            raise DeviceError(f"a token id is outside 0..{self._info.vocab_size - 1}")
-
-    def _check_places(self, slabs: Ints, pages: Ints, widths: Ints, lengths: Ints) -> None:
-        """A wrong number here would read or write another sequence's memory."""
-        info = self._info
-        if int(slabs.min()) < 0 or int(slabs.max()) >= info.num_slabs:
-            raise DeviceError(f"a slab is outside 0..{info.num_slabs - 1}")
-        if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= info.num_pages):
-            raise DeviceError(f"a page id is outside 0..{info.num_pages - 1}")
-        longest = int(lengths.max())
-        short = np.nonzero(lengths > widths * info.page_tokens)[0]
-        if len(short):
-            row = int(short[0])
-            raise DeviceError(f"{int(lengths[row])} tokens need more pages than the {int(widths[row])} given")
-        if longest > info.max_model_tokens:
-            raise DeviceError(f"{longest} tokens are more than max_model_tokens ({info.max_model_tokens})")
+    def _count_seen(self, ends: list[Chunk]) -> None:
+        """Makes the counts of the slabs whose requests have penalties, whatever was in them."""
+        for chunk in ends:
+            if chunk.sampling is not None and chunk.sampling.has_penalties:
+                if chunk.seen is None:
+                    raise DeviceError("a prompt's last chunk has penalties and not the ids that they are for")
+                self._chooser.check_ids(chunk.seen)
+                counts = count_ids(chunk.seen, chunk.generated, self._info.vocab_size)
+                self._model.arena.counts[chunk.slab] = counts
 
 
 def copy_plan(plan: StepPlan) -> Job:
@@ -234,9 +269,13 @@ def copy_plan(plan: StepPlan) -> Job:
         Chunk(
             slab=chunk.slab,
             start=chunk.start,
-            tokens=np.frombuffer(chunk.tokens, "<i4").astype(np.int64),
+            tokens=_copy_ids(chunk.tokens),
             pages=np.array(chunk.pages, np.int64),
             sampling=chunk.sample,
+            seen=_copy_ids(chunk.seen),
+            generated=chunk.generated,
+            targets=_copy_ids(chunk.targets),
+            target_tops=chunk.target_tops,
         )
         for chunk in plan.chunks
     )
@@ -250,8 +289,18 @@ def copy_plan(plan: StepPlan) -> Job:
             tables=rows.roster.tables,
             widths=np.array([len(pages) for pages in rows.roster.pages]),
             sampling=rows.roster.sampling,
+            ends=rows.roster.ends,
+            drafts=plan.drafts,
         )
     return Job(plan.step, chunks, decode, plan.idle, plan.stop)
+
+
+@overload
+def _copy_ids(ids: memoryview) -> Ints: ...
+@overload
+def _copy_ids(ids: memoryview | None) -> Ints | None: ...
+def _copy_ids(ids: memoryview | None) -> Ints | None:
+    return None if ids is None else np.frombuffer(ids, "<i4").astype(np.int64)
 
 
 def _stack(lines: list[Ints]) -> tuple[Ints, Ints]:

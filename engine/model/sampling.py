@@ -1,37 +1,43 @@
-"""Sampling: from logits to the next token of every row, as a pure function of (logits, settings, seed, position).
+"""Sampling: from logits to the next token of every row, a pure function of logits, settings, position and counts.
 
 Draws are counter-based: a uniform number is a hash of (seed, position, lane), so a request gives the same text alone,
 in a batch, after a restart and on any rank. A draw takes the first token whose cumulative probability exceeds it.
 Probabilities are float64: a float32 sum over a vocabulary is off by more than rare tokens weigh.
 
-Ties go to the lowest id, in the arg-max and at the edges of top-k and top-p.
+Ties go to the lowest id, in the arg-max and at the edges of top-k and top-p. What is done to logits before, `penalties`
+has; `docs/sampling.md` says all of it in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.model.penalties import Adjuster
+from engine.model.scoring import choose_likeliest
 from transport.messages import Sampling
 
 HEAD_TOKENS = 256
 """Likeliest tokens that are ordered at first; most cuts fall among them, and ordering a vocabulary costs far more."""
+LANE_SAMPLE, LANE_ACCEPT, LANE_RESIDUAL, LANE_DRAFT = range(4)
+"""What a draw is for: a token, whether a draft holds, the token in place of one that does not, a draft."""
 
-_INDEX = 0xFFFFFFFF
+Numbers = Sequence[int] | npt.NDArray[Any]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def draw_uniform(seeds: Sequence[int], positions: Sequence[int], lane: int = 0) -> npt.NDArray[np.float64]:
+def draw_uniform(seeds: Numbers, positions: Numbers, lane: int = LANE_SAMPLE) -> npt.NDArray[np.float64]:
     """Uniform numbers in (0, 1), one per row, each a function of its own seed, position and the lane.
 
     Args:
         seeds: up to 53 bits each.
         positions: position of the token that is drawn.
-        lane: tells apart several draws for one position (acceptance of a draft, residual, ...).
+        lane: tells apart several draws for one position.
 
     *Source:* SplitMix64's output function, applied once per input word.
     """
@@ -49,59 +55,94 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def forbid_ends(logits: Tensor, rows: Sequence[Sampling], eos_ids: Sequence[int]) -> None:
-    """Give -inf to ids that would end a text, in rows whose `min_tokens` is above 0. In place.
+class Sampler:
+    """Chooses tokens for some rows, step after step, as long as they stay: what their settings mean is found out once.
 
-    Args:
-        logits: float32[rows, vocab].
+    Attributes:
         rows: settings of each row.
-        eos_ids: the model's end-of-text ids.
+        penalised: int64[n], the rows whose counts it needs.
+        scored: int64[n], the rows that ask for log-probabilities of their tokens.
     """
-    for row, settings in enumerate(rows):
-        if settings.min_tokens > 0:
-            ends = [*settings.stop_ids, *(() if settings.ignore_eos else eos_ids)]
-            known = [token for token in ends if token < logits.shape[1]]
-            if known:
-                logits[row, known] = -torch.inf
+
+    def __init__(self, rows: Sequence[Sampling], eos_ids: Sequence[int]) -> None:
+        self.rows = rows
+        self._adjuster = Adjuster(rows, eos_ids)
+        self.penalised = self._adjuster.penalised
+        self.scored = np.array([row for row, each in enumerate(rows) if each.logprobs >= 0], np.int64)
+        drawn = [row for row, each in enumerate(rows) if each.temperature > 0]
+        self._drawn = np.array(drawn, np.int64)
+        self._seeds = np.array([rows[row].seed for row in drawn], np.uint64)
+        self._whole = [place for place, row in enumerate(drawn) if _keeps_all(rows[row])]
+        self._cut = [place for place, row in enumerate(drawn) if not _keeps_all(rows[row])]
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, positions: Numbers, counts: Tensor | None = None) -> npt.NDArray[np.int64]:
+        """The next token of every row: int64[rows].
+
+        Args:
+            logits: float32[rows, vocab]; may be overwritten.
+            positions: position of the token that is chosen.
+            counts: int16[penalised, vocab], see `penalties`; only read.
+        """
+        if not len(self.rows):
+            return np.zeros(0, np.int64)
+        self._adjuster.apply(logits, counts)
+        best = logits.argmax(-1).numpy()
+        if len(self._drawn):
+            uniform = draw_uniform(self._seeds, np.asarray(positions, np.int64)[self._drawn])
+            for part, choose in ((self._whole, _draw_whole), (self._cut, _draw_cut)):
+                if part:
+                    at = self._drawn[part]
+                    best[at] = choose(logits[at], [self.rows[row] for row in at], uniform[part])
+        return best
 
 
-@torch.inference_mode()
 def sample_tokens(
-    logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int], eos_ids: Sequence[int]
+    logits: Tensor,
+    rows: Sequence[Sampling],
+    positions: Sequence[int],
+    eos_ids: Sequence[int],
+    counts: Tensor | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Choose the next token of every row.
+    """Choose the next token of every row, once.
 
     Args:
         logits: float32[rows, vocab]; may be overwritten.
         rows: settings of each row.
         positions: position of the token that is chosen.
         eos_ids: the model's end-of-text ids, for `min_tokens`.
+        counts: int16[rows with penalties, vocab], in their order.
 
     Returns:
         int64[rows].
     """
-    if not rows:
-        return np.zeros(0, np.int64)
-    forbid_ends(logits, rows, eos_ids)
-    best = logits.argmax(-1).numpy()
-    drawn = [row for row, settings in enumerate(rows) if settings.temperature > 0]
-    if drawn:
-        uniform = draw_uniform([rows[row].seed for row in drawn], [positions[row] for row in drawn])
-        whole = [i for i, row in enumerate(drawn) if _keeps_all(rows[row])]
-        cut = [i for i, row in enumerate(drawn) if not _keeps_all(rows[row])]
-        for part, choose in ((whole, _draw_whole), (cut, _draw_cut)):
-            if part:
-                at = [drawn[i] for i in part]
-                best[at] = choose(logits[at], [rows[row] for row in at], uniform[part])
-    return best
+    return Sampler(rows, eos_ids).choose(logits, positions, counts)
+
+
+@torch.inference_mode()
+def process_logits(
+    logits: Tensor, rows: Sequence[Sampling], counts: Tensor | None = None, eos_ids: Sequence[int] = ()
+) -> Tensor:
+    """The distribution that each row's token is drawn from: float64[rows, vocab], sums of 1.
+
+    A greedy row is a point mass. This is what drafts are verified against.
+
+    Args:
+        logits: float32[rows, vocab]; not changed.
+        rows: settings of each row.
+        counts: int16[rows with penalties, vocab], in their order.
+        eos_ids: the model's end-of-text ids, for `min_tokens`.
+    """
+    adjuster = Adjuster(rows, eos_ids)
+    if not adjuster.is_idle:
+        logits = logits.clone()
+        adjuster.apply(logits, counts)
+    return keep_likeliest(logits, rows)
 
 
 @torch.inference_mode()
 def keep_likeliest(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
-    """The distribution that each row is drawn from: float64[rows, vocab], sums of 1.
-
-    A greedy row is a point mass. This is what a verifier compares a draft's distribution with.
-    """
+    """The distribution that each row of adjusted logits is drawn from: float64[rows, vocab], sums of 1."""
     result = torch.zeros(logits.shape, dtype=torch.float64)
     for row, settings in enumerate(rows):
         if settings.temperature == 0:
@@ -114,15 +155,8 @@ def keep_likeliest(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
     return result
 
 
-def _order_keys(scores: Tensor) -> Tensor:
-    """Integers that order like float32[...] scores: int64[...] within 32 signed bits; the two zeros are one."""
-    # Adding zero makes -0 the other zero; then a float's bits, with negative ones flipped, order like the float.
-    bits = (scores + 0.0).view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-
-
 def _keeps_all(settings: Sampling) -> bool:
-    return settings.top_k == 0 and settings.top_p >= 1
+    return settings.top_k == 0 and settings.top_p >= 1 and settings.min_p == 0
 
 
 def _shares(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
@@ -151,21 +185,20 @@ def _draw_cut(logits: Tensor, rows: Sequence[Sampling], uniform: npt.NDArray[np.
 
 
 def _ordered(logits: Tensor, rows: Sequence[Sampling], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` likeliest tokens of each row and what top-k and top-p leave of their mass.
+    """The `count` likeliest tokens of each row and what top-k, top-p and min-p leave of their mass.
 
     Returns:
         (ids int64[rows, count], likeliest first; mass float64[rows, count], 0 where cut; complete bool[rows], whether
         the cut falls within `count`).
     """
     vocab = logits.shape[1]
-    index = torch.arange(vocab)
-    keys = (_order_keys(logits) << 32) | (_INDEX - index)
-    ids = _INDEX - (keys.topk(count, -1, sorted=True).values & _INDEX)
+    ids = choose_likeliest(logits, count)
     mass = _shares(logits, rows).gather(1, ids)
     limit = torch.tensor([settings.top_k or vocab for settings in rows]).unsqueeze(1)
     share = torch.tensor([settings.top_p for settings in rows], dtype=torch.float64).unsqueeze(1)
+    least = torch.tensor([settings.min_p for settings in rows], dtype=torch.float64).unsqueeze(1) * mass[:, :1]
     before = mass.cumsum(1) - mass
-    kept = (torch.arange(count) < limit) & ((before < share) | (share >= 1))
+    kept = (torch.arange(count) < limit) & ((before < share) | (share >= 1)) & (mass >= least)
     kept[:, 0] = True
     complete = torch.full((len(rows),), True) if count == vocab else ~kept[:, -1] | (limit[:, 0] <= count)
     return ids, mass.masked_fill(~kept, 0), complete

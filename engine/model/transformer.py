@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,14 +25,15 @@ from engine.errors import ConfigError
 from engine.model.attention import NO_CHOICE, Candidates, Gaps, PlaceSet, attend, choose_top, rank_blocks, score_entries
 from engine.model.compressor import rotate
 from engine.model.engram import EngramTables
-from engine.model.fused import Layer
+from engine.model.fused import Layer, Mixture
 from engine.model.kv import Arena
 from engine.model.layers import WeightMap, rope_table
 from engine.model.memory import hash_rows
 from engine.model.mixing import HeadCollapse
 from engine.model.rows import RowBatch, StepTables, load_ids, store_ids
 from engine.model.shapes import ModelShape
-from engine.model.tiles import Choice, TileLinear, choose_experts, gate_unit, norm_rows, pad_rows, padded, weigh_experts
+from engine.model.tiles import TileLinear, norm_rows, pad_rows, padded
+from engine.model.watch import Watch
 
 
 @dataclasses.dataclass
@@ -78,37 +77,19 @@ class _Tail:
 
     Attributes:
         start: position of the first row.
+        ids: int64[rows].
         lines: float32[rows, streams + 1, hidden].
         pre: float32[rows, streams].
     """
 
     start: int
+    ids: np.ndarray
     lines: Tensor
     pre: np.ndarray
 
     @property
     def rows(self) -> int:
         return len(self.pre)
-
-
-class Mixture(Protocol):
-    """Where the routed experts are when they are not in this process's layers: `dispatch.Dispatch`."""
-
-    def open_pass(self, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
-        """Before the first layer: int64[rows] positions and token ids of the pass, which may have no rows."""
-        ...
-
-    def send(self, layer: int, x: Tensor, choice: Choice) -> None:
-        """Each row to its experts: float32[padded rows, hidden], and the choice of the real rows."""
-        ...
-
-    def receive(self) -> Tensor:
-        """float32[rows, hidden], the weighted sums of what was sent last."""
-        ...
-
-    def close_pass(self) -> None:
-        """After the last layer."""
-        ...
 
 
 class PagedTransformer:
@@ -153,8 +134,10 @@ class PagedTransformer:
         self.replay_rows = replay_rows
         self.probe = probe
         self.mixture = mixture
+        self.watch: Watch | None = None
+        """Looks at rows on their way through the layers, for the drafter."""
         self.max_chunk = arena.staging_rows - (shape.window - 1)
-        self._last_source = max(shape.kv_sources, default=shape.num_layers - 1)
+        self.last_source = max(shape.kv_sources, default=shape.num_layers - 1)
         if replay_rows:
             if mixture is not None:
                 raise ConfigError(f"replay_rows must be 0 for ranks of a group, found {replay_rows}")
@@ -162,8 +145,8 @@ class PagedTransformer:
                 raise ConfigError("replay_rows needs a model with compressed entries")
             if replay_rows > self.max_chunk:
                 raise ConfigError(f"replay_rows must be at most a chunk ({self.max_chunk} rows), found {replay_rows}")
-            if shape.engram is not None and max(shape.engram.layers) > self._last_source:
-                raise ConfigError(f"replay_rows needs every n-gram memory at or before layer {self._last_source}")
+            if shape.engram is not None and max(shape.engram.layers) > self.last_source:
+                raise ConfigError(f"replay_rows needs every n-gram memory at or before layer {self.last_source}")
         self._engram = engram
         self._ratios = tuple(sorted({role.ratio for role in shape.layer_roles if role.ratio}))
         self._selects = bool(shape.index_sources)
@@ -171,13 +154,13 @@ class PagedTransformer:
         everything = {role.ratio for role in shape.layer_roles if role.attends_to_all}
         self._whole = {ratio: max_tokens // ratio for ratio in sorted(everything)}
         self._collapse = None if shape.shifts_pre else HeadCollapse(weights, "", shape)
-        self._embed = weights["embed.weight"].float()
+        self.embed = weights["embed.weight"].float()
         self._layers = [
             Layer(weights, shape, role, arena.layout, with_experts=mixture is None) for role in shape.layer_roles
         ]
         self._head = TileLinear(weights["head.weight"].float() * weights["norm.weight"].float())
         everywhere = torch.arange(max_tokens)
-        self._turns = {
+        self.turns = {
             compressed: torch.complex(*rope_table(shape, everywhere, compressed=compressed))
             for compressed in (False, True)
         }
@@ -200,6 +183,8 @@ class PagedTransformer:
         with np.errstate(over="ignore"):
             tables, lines, pre = self._enter(batch)
             state = self._open_pass(tables)
+            if self.watch is not None:
+                self.watch.open_pass(batch)
             if self.mixture is not None:
                 self.mixture.open_pass(batch.positions, batch.ids)
             for layer in self._layers:
@@ -213,13 +198,10 @@ class PagedTransformer:
         """A pass without rows, for a rank of a group whose peers have some: only its experts work."""
         assert self.mixture is not None
         nothing = np.empty(0, np.int64)
-        nobody = Choice(np.empty((0, self.shape.top_k), np.int64), np.empty((0, self.shape.top_k), np.float32))
-        x = torch.empty((0, self.shape.hidden))
         with np.errstate(over="ignore"):
             self.mixture.open_pass(nothing, nothing)
             for layer in self._layers:
-                self.mixture.send(layer.role.index, x, nobody)
-                self.mixture.receive()
+                layer.mix_nothing(self.mixture)
             self.mixture.close_pass()
 
     @torch.inference_mode()
@@ -243,36 +225,39 @@ class PagedTransformer:
         with np.errstate(over="ignore"):
             tables, lines, pre = self._enter(batch)
             state = self._open_pass(tables)
-            for layer in self._layers[: self._last_source]:
+            for layer in self._layers[: self.last_source]:
                 lines, pre = self._run_layer(layer, state, lines, pre)
-            source = self._layers[self._last_source]
+            source = self._layers[self.last_source]
             self._add_memory(source, state, lines, pre)
             self._write_source(source, state, lines)
-            tail = self._extend_tail(slab, start, lines[: batch.rows], pre[: batch.rows])
+            tail = self._extend_tail(slab, start, batch.ids, lines[: batch.rows], pre[: batch.rows])
             if not last:
                 return lines.new_empty((0, self.shape.vocab_size))
             del self._tails[slab]
-            replayed = RowBatch(batch.slabs, np.array([tail.start]), np.zeros((1, tail.rows), np.int64), batch.tables)
+            replayed = RowBatch(batch.slabs, np.array([tail.start]), tail.ids[None], batch.tables)
+            if self.watch is not None:
+                self.watch.open_pass(replayed)
             tables = StepTables(self.arena, self.shape.window, self._ratios, replayed, floor=tail.start)
             state = self._open_pass(tables, with_memory=False)
             # Written already, and the ring may no longer hold the raw rows of the first entry.
             state.writes_entries = False
             lines, pre = pad_rows(tail.lines), pad_rows(torch.from_numpy(tail.pre)).numpy()
-            for layer in self._layers[self._last_source :]:
+            for layer in self._layers[self.last_source :]:
                 lines, pre = self._run_layer(layer, state, lines, pre)
             skipped = tail.start - start
             rows = range(batch.rows) if wanted is None else wanted
             return self._logits(lines, [row - skipped for row in rows])
 
-    def _extend_tail(self, slab: int, start: int, lines: Tensor, pre: np.ndarray) -> _Tail:
+    def _extend_tail(self, slab: int, start: int, ids: np.ndarray, lines: Tensor, pre: np.ndarray) -> _Tail:
         """Append a chunk to the rows kept for the replay, and forget those too far from the end."""
         tail = self._tails.get(slab)
         if tail is None or start == 0 or tail.start + tail.rows != start:
-            tail = _Tail(start, lines[:0], pre[:0])
+            tail = _Tail(start, ids[:0], lines[:0], pre[:0])
         joined = torch.cat((tail.lines, lines))
         both = np.concatenate((tail.pre, pre))
         dropped = max(0, len(joined) - self.replay_rows)
-        self._tails[slab] = _Tail(tail.start + dropped, joined[dropped:].clone(), both[dropped:].copy())
+        held = np.concatenate((tail.ids, ids))[dropped:]
+        self._tails[slab] = _Tail(tail.start + dropped, held, joined[dropped:].clone(), both[dropped:].copy())
         return self._tails[slab]
 
     def _enter(self, batch: RowBatch) -> tuple[StepTables, Tensor, np.ndarray]:
@@ -287,7 +272,7 @@ class PagedTransformer:
         ids = torch.zeros(padded(batch.rows), dtype=torch.int64)
         ids[: batch.rows] = torch.from_numpy(batch.ids)
         # Every stream starts as the embedding, and so does the first input, which is all of stream 0.
-        lines = self._embed.index_select(0, ids).unsqueeze(1).repeat(1, self.shape.num_streams + 1, 1)
+        lines = self.embed.index_select(0, ids).unsqueeze(1).repeat(1, self.shape.num_streams + 1, 1)
         pre = np.zeros((len(ids), self.shape.num_streams), np.float32)
         pre[:, 0] = 1
         if self.probe is not None and self.probe.choices:
@@ -298,7 +283,7 @@ class PagedTransformer:
         """What is shared by all layers: places, rotary rows, memory rows. Stores the pass's trailing ids."""
         shape, batch = self.shape, tables.batch
         positions = torch.from_numpy(tables.flat_positions)
-        turns = {key: table.index_select(0, positions) for key, table in self._turns.items()}
+        turns = {key: table.index_select(0, positions) for key, table in self.turns.items()}
         memory_rows: dict[int, Tensor] = {}
         if with_memory:
             if self._engram is not None:
@@ -317,6 +302,8 @@ class PagedTransformer:
         if self.probe is not None:
             self.probe.rows_entered[layer.role.index] += rows
         self._add_memory(layer, state, lines, pre)
+        if self.watch is not None:
+            self.watch.see(layer.role.index, lines, leaving=False)
         mixing = layer.mix_attn.predict(lines)
         if not self.shape.shifts_pre:
             mixing.collapse(lines)
@@ -326,7 +313,10 @@ class PagedTransformer:
         if not self.shape.shifts_pre:
             mixing.collapse(lines)
         self._feed_forward(layer, state.tables.batch, lines)
-        return mixing.apply(lines), mixing.pre
+        lines = mixing.apply(lines)
+        if self.watch is not None:
+            self.watch.see(layer.role.index, lines, leaving=True)
+        return lines, mixing.pre
 
     def _add_memory(self, layer: Layer, state: _Pass, lines: Tensor, pre: np.ndarray) -> None:
         if layer.memory is not None and layer.role.index in state.memory_rows:
@@ -339,29 +329,19 @@ class PagedTransformer:
         at = self.shape.q_rank + self.shape.head_dim
         raw = wide[: state.tables.batch.rows, at : at + layer.raw_width + layer.key_raw_width]
         raw, key_raw = raw.tensor_split([layer.raw_width], 1)
-        layer.compressor.write(self.arena, state.tables, raw, key_raw, self._turns[True])
+        layer.compressor.write(self.arena, state.tables, raw, key_raw, self.turns[True])
 
     def _attend(self, layer: Layer, state: _Pass, lines: Tensor) -> None:
         """Attention sublayer: reads the last line of every row and overwrites it with the output."""
         shape, role, tables = self.shape, layer.role, state.tables
         rows = tables.batch.rows
         turn = state.turns[role.ratio > 0]
-        x = norm_rows(lines[:, -1], shape.norm_eps)
-        wide = layer.project_in(x)
-        low = norm_rows(wide[:, : shape.q_rank], shape.norm_eps)
-        at = shape.q_rank + shape.head_dim
-        window_kv = norm_rows(wide[:, shape.q_rank : at], shape.norm_eps, layer.kv_norm)
-        rotate(window_kv, turn)
-        heads = layer.project_query(low)
-        query = heads[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, shape.head_dim))
-        if shape.norms_query:
-            query = norm_rows(query, shape.norm_eps).mul_(shape.head_dim**-0.5)
-        rotate(query, turn.unsqueeze(1))
-        tables.write_window(role.index, window_kv[:rows])
+        at = layer.raw_width + layer.key_raw_width
+        asked = layer.project(lines, turn)
+        tables.write_window(role.index, asked.window_kv[:rows])
         if layer.compressor is not None and state.writes_entries:
-            raw = wide[:rows, at : at + layer.raw_width]
-            key_raw = wide[:rows, at + layer.raw_width : at + layer.raw_width + layer.key_raw_width]
-            layer.compressor.write(self.arena, tables, raw, key_raw, self._turns[True])
+            raw, key_raw = asked.rest[:rows, :at].tensor_split([layer.raw_width], 1)
+            layer.compressor.write(self.arena, tables, raw, key_raw, self.turns[True])
         places = state.near
         if role.attends_to_all:
             places = state.whole[role.ratio]
@@ -370,17 +350,13 @@ class PagedTransformer:
             assert state.far is not None
             places = state.far
             if role.is_index_source:
-                asked = heads[:, shape.num_heads * shape.head_dim :].unflatten(1, (shape.index_heads, shape.index_dim))
-                rotate(asked, turn.unsqueeze(1))
-                share = wide[:rows, at + layer.raw_width + layer.key_raw_width :]
-                self._select(layer, state, asked[:rows], share)
+                query = asked.index_query.unflatten(1, (shape.index_heads, shape.index_dim))
+                rotate(query, turn.unsqueeze(1))
+                self._select(layer, state, query[:rows], asked.rest[:rows, at:])
         places.set_window(role.index)
-        mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        attend(self.arena, query[:rows], places, layer.sink, mixed[:rows])
-        rotate(mixed, turn.conj().resolve_conj().unsqueeze(1))
-        groups = mixed.view(len(mixed), shape.o_groups, -1)
-        joined = torch.cat([project(groups[:, g]) for g, project in enumerate(layer.project_groups)], 1)
-        lines[:, -1] = layer.project_out(joined)
+        mixed = torch.zeros_like(asked.query, memory_format=torch.contiguous_format)
+        attend(self.arena, asked.query[:rows], places, layer.sink, mixed[:rows])
+        lines[:, -1] = layer.project_back(mixed, turn)
 
     def _select(self, layer: Layer, state: _Pass, query: Tensor, share: Tensor) -> None:
         """Choose entries for this layer and those that reuse its selection."""
@@ -423,30 +399,11 @@ class PagedTransformer:
 
     def _feed_forward(self, layer: Layer, batch: RowBatch, lines: Tensor) -> None:
         """Mixture sublayer: reads the last line of every row and overwrites it with the output."""
-        shape, rows = self.shape, batch.rows
-        x = norm_rows(lines[:, -1], shape.norm_eps)
-        wide = layer.project_ffn(x)
-        scores = torch.nn.functional.softplus(wide[:, : shape.num_experts]).sqrt_()
-        known = scores.numpy()[:rows]
-        if layer.experts_by_token is not None:
-            choice, ranked = weigh_experts(known, layer.experts_by_token[batch.ids], shape.routed_scale), None
-        else:
-            assert layer.bias is not None
-            choice, ranked = choose_experts(known, layer.bias, shape.top_k, shape.routed_scale)
+        choice, ranked = layer.mix_experts(lines, batch.ids, self.mixture)
         if self.probe is not None and self.probe.choices:
             self.probe.experts[layer.role.index] = choice.ids
             if ranked is not None:
-                self.probe.gaps.note(torch.from_numpy(ranked), shape.top_k)
-        if layer.experts is not None:
-            output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
-            output[:rows] += layer.experts.mix(x, choice)
-        else:
-            assert self.mixture is not None
-            self.mixture.send(layer.role.index, x, choice)
-            # While rows are on their way.
-            output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
-            output[:rows] += self.mixture.receive()
-        lines[:, -1] = output
+                self.probe.gaps.note(torch.from_numpy(ranked), self.shape.top_k)
 
     def _logits(self, lines: Tensor, wanted: Sequence[int]) -> Tensor:
         if len(wanted) == 0:

@@ -24,7 +24,6 @@ from typing import Protocol
 import numpy as np
 import trio
 
-from engine.config import RankConfig, read_model_facts
 from engine.core.effects import Stretch
 from engine.core.pact import GroupStep
 from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
@@ -486,29 +485,11 @@ def _join(columns: list[np.ndarray]) -> np.ndarray:
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
-def open_sim_device(config: RankConfig, report: Callable[[str, int, int, str], None]) -> SimDevice:
-    """The device of a rank process with `--device sim`: real clock, real pushes, no model. For consoles and plumbing.
-
-    Raises:
-        ConfigError: the configuration's model is none.
-    """
-    facts = read_model_facts(config.model, page_tokens=config.page_tokens, value_bytes=4)
-    device = SimDevice(
-        num_pages=config.num_pages,
-        num_slabs=config.num_slabs,
-        page_tokens=config.page_tokens,
-        max_model_tokens=config.max_model_tokens,
-        vocab_size=facts.vocab_size,
-    )
-    report("arena", 1, 1, "pages")
-    return device
-
-
 class StepGroup:
     """Devices whose steps run together: each takes its oldest queued step, and all end when the slowest does.
 
     Args:
-        at: calls a function at an instant (`EventClock.at`).
+        at: calls a function at an instant (`Clock.at`).
         floor_s: what a step takes at least, whatever is in it.
     """
 

@@ -23,7 +23,7 @@ from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
 
 At = Callable[..., None]
-"""`EventClock.at`."""
+"""`Clock.at`."""
 PARTLY = 0.5
 """Share of deaths in a step's middle after which each survivor may have what it needs all the same."""
 
@@ -145,7 +145,7 @@ class SimGroup:
         experts = seat.experts
         join = max(experts.joined, circle.number)
         seat.words = Words(
-            seat.generation, rows, int(not plan.is_empty), plan.idle, join, int(plan.stop), experts.ready
+            seat.generation, rows, int(not plan.is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
         )
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):

@@ -11,11 +11,11 @@ import numpy as np
 from engine.config import ClusterConfig
 from engine.sim.checks import Life
 from engine.sim.circle import GroupRules, Seat
+from engine.sim.clock import Clock
 from engine.sim.device import SimDevice
 from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate
 from engine.sim.group import SimGroup
-from engine.sim.seeded import EventClock
 from transport.memory_fabric import MemoryFabric, MemoryTransfer
 
 
@@ -33,7 +33,7 @@ class Groups:
 
     def __init__(
         self,
-        clock: EventClock,
+        clock: Clock,
         shape: ExpertShape,
         config: ClusterConfig,
         bytes_per_s: float,

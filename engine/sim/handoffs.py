@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import trio
 
-from engine.sim.seeded import EventClock
+from engine.sim.clock import Clock
 from transport.errors import FabricError
 from transport.fabric import BlockRun, Target, Transfer, TransferReport
 from transport.memory_fabric import MemoryFabric
@@ -43,7 +43,7 @@ class KeepingFabric:
 
     engine = "memory"
 
-    def __init__(self, inner: MemoryFabric, clock: EventClock, num_pages: int, ask_s: float) -> None:
+    def __init__(self, inner: MemoryFabric, clock: Clock, num_pages: int, ask_s: float) -> None:
         self._inner = inner
         self._clock = clock
         self._num_pages = num_pages

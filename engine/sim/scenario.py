@@ -165,14 +165,12 @@ def load_scenario(name: str, seed: int) -> Scenario:
     Raises:
         ConfigError: there is no such file, or a key of it is unknown or wrong.
     """
-    path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name}.toml"
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"no scenario {name!r}; there are {', '.join(scenario_names())}, or a .toml file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path.name}: {error}") from None
+    table = _read_table(name)
+    while "like" in table:
+        other = table.pop("like")
+        if other not in scenario_names():
+            raise ConfigError(f"like is one of {', '.join(scenario_names())}, not {other!r}")
+        table = _lay_over(_read_table(other), table)
     table.pop("about", None)
     limits = _fill(dataclasses.asdict(SMALL_LIMITS), Limits, table.pop("limits", {}), "limits")
     costs = {f"{role}_costs": _read_costs(table.pop(f"{role}_costs", {}), role) for role in ("prefill", "decode")}
@@ -195,6 +193,28 @@ def load_scenario(name: str, seed: int) -> Scenario:
     if experts is None and (scenario.is_drawn or operators.per_s):
         raise ConfigError("is_drawn and [operators] are for clusters with [experts]")
     return vary(scenario) if scenario.is_drawn else scenario
+
+
+def _read_table(name: str) -> dict[str, Any]:
+    path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name}.toml"
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        if path.parent == DIRECTORY:
+            known = ", ".join(scenario_names())
+            raise ConfigError(f"no scenario {name!r}; there are {known}, or a .toml file") from None
+        raise ConfigError(f"scenario {name}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+
+
+def _lay_over(under: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """`under`, with the keys of `table` in place of its own; in tables key by key."""
+    for key, value in table.items():
+        below = under.get(key)
+        under[key] = below | value if isinstance(below, dict) and isinstance(value, dict) else value
+    return under
 
 
 def _check_groups(shape: WorldShape) -> None:

@@ -2,7 +2,7 @@
 
 A Cable is a connection with two ends; each direction has latency, bandwidth and a window of unread bytes, delivers in
 order, and costs one clock event per delivery. What a process wrote before it died still arrives, then the end of the
-stream: as a kernel does it. Only for `seeded.EventClock`.
+stream: as a kernel does it. Only for the clocks of `engine.sim`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import trio
 
-from engine.sim.seeded import EventClock
+from engine.sim.clock import Clock
 
 WINDOW_BYTES = 256 << 10
 """Unread bytes after which a sender waits."""
@@ -33,7 +33,7 @@ class WireSpeed:
 class _Direction:
     """Bytes on their way from one end to the other."""
 
-    def __init__(self, clock: EventClock, name: str, speed: WireSpeed, tap: Callable[[str, bytes], None]) -> None:
+    def __init__(self, clock: Clock, name: str, speed: WireSpeed, tap: Callable[[str, bytes], None]) -> None:
         self.name = name
         self.speed = speed
         self._clock = clock
@@ -152,7 +152,7 @@ class CableEnd(trio.abc.Stream):
 
 
 def make_cable(
-    clock: EventClock, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed], tap: Callable[[str, bytes], None]
+    clock: Clock, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed], tap: Callable[[str, bytes], None]
 ) -> tuple[CableEnd, CableEnd]:
     """Two connected ends, of the processes `one` and `other`. `tap` sees all bytes as they are sent."""
     forth = _Direction(clock, f"{one}>{other}", speeds[0], tap)

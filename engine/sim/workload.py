@@ -79,10 +79,11 @@ def draw_asks(load: Load, rng: random.Random, vocab_size: int) -> Iterator[Ask]:
     if not load.inflight:
         times = sorted(rng.random() * load.arrive_s for _ in range(load.requests))
     for number, arrive_at in enumerate(times):
-        yield _draw_ask(load, rng, vocab_size, number, arrive_at)
+        yield draw_ask(load, rng, vocab_size, number, arrive_at)
 
 
-def _draw_ask(load: Load, rng: random.Random, vocab_size: int, number: int, arrive_at: float) -> Ask:
+def draw_ask(load: Load, rng: random.Random, vocab_size: int, number: int, arrive_at: float) -> Ask:
+    """One of them, the `number`th."""
     words = np.frombuffer(rng.randbytes(4 * rng.randint(*load.prompt)), "<u4")
     most = rng.randint(*load.output)
     sampling = Sampling(
@@ -218,7 +219,10 @@ class Answers:
 
 
 class Requester:
-    """One client: its requests, over one connection after another. See the module."""
+    """One client: its requests, over one connection after another. See the module.
+
+    Its requests never end in a world that has an outside; people there may cancel some of them.
+    """
 
     def __init__(self, world: World, number: int, asks: Iterable[Ask], answers: Answers, load: Load) -> None:
         self.name = f"c{number}"
@@ -235,12 +239,19 @@ class Requester:
         self._client: HeadClient | None = None
         self._end: CableEnd | None = None
         self._num_open = 0
+        self._is_endless = world.outside is not None
         self._more = iter(asks)
         self._more_until = load.arrive_s if load.inflight else math.inf
         for ask in itertools.islice(self._more, load.inflight // load.clients if load.inflight else None):
-            self._take(ask)
+            self.take(ask)
 
-    def _take(self, ask: Ask) -> None:
+    @property
+    def num_open(self) -> int:
+        """Requests without an answer."""
+        return self._num_open
+
+    def take(self, ask: Ask) -> None:
+        """Has one more request."""
         text = ExpectedText(extend_chain(0, ask.prompt), ask.sampling, self._shape.vocab_size, self._shape.eos_share)
         attempt = Try(ask, Row(ask.prompt, ask.sampling, ask.name), text, ask.arrive_at)
         self._tries[attempt.row] = attempt
@@ -254,7 +265,7 @@ class Requester:
         now = trio.current_time()
         ask = next(self._more, None) if now < self._more_until and not self.is_gone else None
         if ask is not None:
-            self._take(dataclasses.replace(ask, arrive_at=now))
+            self.take(dataclasses.replace(ask, arrive_at=now))
 
     # ------------------------------------------------------------ what others do to it
 
@@ -282,7 +293,7 @@ class Requester:
 
     async def run(self) -> None:
         """Until every request is answered."""
-        while self._num_open:
+        while self._num_open or self._is_endless:
             if self._world.is_over.is_set():
                 for attempt in list(self._tries.values()):
                     self._settle(attempt, "drained")
@@ -300,7 +311,7 @@ class Requester:
             except* RemoteProtocolError as group:
                 raise Violation("stream", f"{self.name}: {group.exceptions[0]}") from group
             self._recover()
-            if self._num_open:
+            if self._num_open or self._is_endless:
                 await trio.sleep(FIRST_PAUSE_S)
 
     async def _converse(self, stream: trio.abc.Stream) -> None:
@@ -313,7 +324,7 @@ class Requester:
             nursery.cancel_scope.cancel()
 
     async def _submit(self, client: HeadClient) -> None:
-        while self._num_open:
+        while self._num_open or self._is_endless:
             now = trio.current_time()
             is_full = client.num_unfinished >= client.hello.max_inflight
             if is_full or not self._due or self._due[0][0] > now:
@@ -451,6 +462,8 @@ class Requester:
             raise Violation("answers", f"{attempt.ask.name}: an indefinite failure: {fact.message}")
         if attempt.cancel_asked:
             self._settle(attempt, "cancelled")
+        elif fact.code == "cancelled" and self._is_endless:
+            self._settle(attempt, "cancelled")  # by an operator
         elif fact.code == "cancelled":
             raise Violation("answers", f"{attempt.ask.name}: cancelled, and nobody asked for that")
         elif attempt.text.reason is not None:

@@ -9,6 +9,7 @@ its memory is written no more, it writes no more, and `wait` returns.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,19 +17,22 @@ from typing import Any, cast
 
 import trio
 
+from engine.actors.accept import accept_streams
+from engine.actors.answers import Acts, Answers
 from engine.actors.head import HeadPorts, run_head
 from engine.actors.rank import run_rank
 from engine.config import ClusterConfig, ExpertsConfig, Limits, PoolConfig
+from engine.core.events import EventRing
 from engine.core.planning import PlannedMoves, PlanRequest, plan_moves
 from engine.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
 from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
+from engine.sim.clock import Clock
 from engine.sim.costs import FlatCosts
 from engine.sim.device import Costs, SimDevice, StepGroup
 from engine.sim.gating import ExpertShape, draw_placement
 from engine.sim.groups import Groups
 from engine.sim.handoffs import Handoff, KeepingFabric
-from engine.sim.seeded import EventClock
 from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
 from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
@@ -74,7 +78,8 @@ class WorldShape:
         page_bytes: what a page would be on a real device; on the wire a simulated page counts as so many.
         handoff: how KV gets to the decode rank, see `handoffs`.
         checksums: pushes tell theirs, and decode ranks read them back.
-        start_s: from spawn to a loaded device, at most. exit_s: from a kill to the end of the process, at most.
+        start_s: from spawn to a loaded device, at most, told in `start_files` pieces.
+        exit_s: from a kill to the end of the process, at most.
         is_thorough: all memory is looked at in every step; for small worlds.
     """
 
@@ -100,6 +105,7 @@ class WorldShape:
     handoff: Handoff = "chunks"
     checksums: bool = False
     start_s: float = 0.2
+    start_files: int = 1
     exit_s: float = 0.01
     is_thorough: bool = True
     experts: ExpertShape | None = None
@@ -135,12 +141,28 @@ class WorldShape:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outside:
+    """What a world shares with real processes: `engine up --device sim`. A world of a test has none.
+
+    Attributes:
+        ports: real sockets, operators, signals and planner; `spawn` is not used.
+        config: the cluster's, made from the same shape.
+        ready_within_s: time for all ranks to become ready.
+    """
+
+    ports: HeadPorts
+    config: ClusterConfig
+    ready_within_s: float
+
+
 class SimProcess:
     """A rank's process: `actors.processes.RankProcess`. Alive until it ends or is killed."""
 
     def __init__(self, world: World, life: Life) -> None:
         self.life = life
-        self.pid = 1000 * (life.rank + 1) + life.generation
+        # To people outside no pid may be one that is not there, or somebody else's.
+        self.pid = 1000 * (life.rank + 1) + life.generation if world.outside is None else world.outside.ports.pid
         self.scope = trio.CancelScope()
         self.speeds = {"in": world.new_speed(), "out": world.new_speed()}
         """Of its link to the head."""
@@ -218,8 +240,10 @@ class SimProcess:
                 self.fabric = fabric
 
                 async def open_device(report: Callable[[str, int, int, str], None]) -> Device:
-                    await world.clock.sleep_until(world.clock.now + world.rng.random() * world.shape.start_s)
-                    report("weights", 1, 1, "files")
+                    takes_s, files = world.rng.random() * world.shape.start_s, world.shape.start_files
+                    for number in range(files):
+                        await world.clock.sleep_until(world.clock.now + takes_s / files)
+                        report("weights", number + 1, files, "files")
                     self.device = world.make_device(life)
                     return cast(Device, self.device)
 
@@ -277,10 +301,17 @@ class World:
     """
 
     def __init__(
-        self, clock: EventClock, shape: WorldShape, rng: random.Random, trace: Trace, extra_seed: int = 0
+        self,
+        clock: Clock,
+        shape: WorldShape,
+        rng: random.Random,
+        trace: Trace,
+        extra_seed: int = 0,
+        outside: Outside | None = None,
     ) -> None:
         self.clock, self.shape, self.rng, self.trace = clock, shape, rng, trace
-        self.config = shape.cluster_config()
+        self.outside = outside
+        self.config = shape.cluster_config() if outside is None else outside.config
         limits = shape.limits
         self.auditor = Auditor(
             is_thorough=shape.is_thorough,
@@ -308,7 +339,7 @@ class World:
         self.processes: dict[int, SimProcess] = {}
         self.listeners: dict[str, CableListener] = {}
         self.report: Callable[[], StatusReport] | None = None
-        self.shutdown: Callable[[Shutdown], int] | None = None
+        self.shutdown: Callable[[Shutdown, str], int] | None = None
         self.experts: Callable[[], ExpertsReport] | None = None
         self.act: Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]] | None = None
         self.num_lives = 0
@@ -332,29 +363,61 @@ class World:
 
     # ------------------------------------------------------------ the head
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """The cluster, until the head ends; a broken promise ends it with a Violation."""
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> int:
+        """The cluster, until the head ends: how many signals ended it. A broken promise ends it with a Violation."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            ports = HeadPorts(
-                requests=cast(Any, self._requests),
-                read=cast(Any, CableListener()),
-                admin=cast(Any, CableListener()),
-                serve_operators=self._serve_operators,
-                spawn=self.spawn,
-                plan=self._plan,
-                signals=cast("AsyncIterator[int]", self._signals),
-                parent_gone=None,
-                pid=1,
-            )
+            outside = self.outside
+            if outside is None:
+                ports, ready_within_s = self._make_ports(), math.inf
+            else:
+                ports, ready_within_s = self._open_ports(outside.ports), outside.ready_within_s
+                nursery.start_soon(self._let_in, outside.ports.requests)
             nursery.start_soon(self._watch)
             task_status.started()
-            await run_head(ports, self.config)
+            signals = await run_head(ports, self.config, ready_within_s=ready_within_s)
             self.is_over.set()
             nursery.cancel_scope.cancel()
         alive = [process.life.name for process in self.processes.values() if process.is_alive]
         if alive:
             raise Violation("leftover", f"the head is gone, but {', '.join(alive)} live on")
+        return signals
+
+    def _make_ports(self) -> HeadPorts:
+        return HeadPorts(
+            requests=cast(Any, self._requests),
+            read=cast(Any, CableListener()),
+            admin=cast(Any, CableListener()),
+            serve_operators=self._serve_operators,
+            spawn=self.spawn,
+            plan=self._plan,
+            signals=cast("AsyncIterator[int]", self._signals),
+            parent_gone=None,
+            pid=1,
+            events=EventRing(),
+        )
+
+    def _open_ports(self, given: HeadPorts) -> HeadPorts:
+        """The given ones, with simulated processes, and simulated clients beside real ones."""
+
+        async def serve(listener: trio.abc.Listener[trio.SocketStream], answers: Answers, acts: Acts | None) -> None:
+            self._overhear(answers, acts)
+            await given.serve_operators(listener, answers, acts)
+
+        requests = cast(Any, self._requests)
+        return dataclasses.replace(given, requests=requests, spawn=self.spawn, serve_operators=serve)
+
+    async def _let_in(self, real: trio.abc.Listener[trio.SocketStream]) -> None:
+        """Real clients come through the same listener as simulated ones."""
+        async with real, trio.open_nursery() as nursery:
+
+            async def offer(stream: trio.SocketStream) -> None:
+                try:
+                    self._requests.offer(stream)
+                except OSError:  # the head is about to end
+                    await trio.aclose_forcefully(stream)
+
+            await accept_streams(real, nursery, offer)
 
     def spawn(self, rank: int, generation: int) -> SimProcess:
         """The head's port to processes."""
@@ -381,18 +444,14 @@ class World:
         except ValueError as error:
             raise EngineError(f"the planner says: {error}") from None
 
-    async def _serve_operators(
-        self,
-        listener: object,
-        report: Callable[[], StatusReport],
-        experts: Callable[[], ExpertsReport],
-        shutdown: Callable[[Shutdown], int] | None,
-        act: Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]] | None,
-    ) -> None:
-        self.report, self.experts = report, experts
-        self.act = act or self.act
-        self.shutdown = shutdown or self.shutdown
+    async def _serve_operators(self, listener: object, answers: Answers, acts: Acts | None) -> None:
+        self._overhear(answers, acts)
         await trio.sleep_forever()
+
+    def _overhear(self, answers: Answers, acts: Acts | None) -> None:
+        self.report, self.experts = answers.status, answers.experts
+        if acts is not None:
+            self.act, self.shutdown = acts.rebalance, acts.shutdown
 
     def count_steps(self) -> int:
         """Device steps of all lives."""
@@ -482,6 +541,8 @@ class World:
     def _tap(self, name: str, data: bytes) -> None:
         pair = self._pairs.get(name)
         if pair is None:
+            if self.outside is not None:
+                return  # nobody compares runs there
             checksum = zlib.crc32(data)
             if self.groups is not None and "head#" in name:
                 checksum = self._sums.setdefault(name, StreamSum()).feed(data)

@@ -196,7 +196,7 @@ class MeshDevice(SimDevice):
         at, plan, active = (self.membership.number, self.next_group_step), ticket.plan, self.active
         rows = len(plan.rows) + len(plan.chunks)
         join = max(self.told, self.membership.number)
-        words = Words(self.generation, rows, rows, plan.idle, join, plan.stop, tuple(self.ready))
+        words = Words(self.generation, rows, rows, plan.idle, join, plan.stop, plan.drafts, tuple(self.ready))
         self.mesh.words.setdefault(at, {})[self.rank] = (words, ticket.cost_s)
         self.mesh.ran.setdefault(at, {})[self.rank] = (active, rows)
         if len({epochs for epochs, _ in self.mesh.ran[at].values()}) > 1:

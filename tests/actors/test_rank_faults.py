@@ -26,6 +26,7 @@ from transport.messages import (
     PeerHello,
     PeerWelcome,
     PrefillCommitted,
+    PromptScored,
     Refused,
     RequestFailed,
     ReservePages,
@@ -400,4 +401,4 @@ async def test_a_greeting_of_a_dead_life_is_refused(autojump_clock: trio.abc.Clo
 
 
 def test_the_vocabulary_of_a_pair_stream_is_what_the_sides_handle() -> None:
-    assert {PeerHello, PagesPushed, PrefillCommitted, EpochEnded} == DECODE_FROM_PREFILL
+    assert {PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded} == DECODE_FROM_PREFILL

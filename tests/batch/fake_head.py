@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import trio
 
+from engine.core.scores import ScoreBuffer
 from transport import messages
 from transport.errors import EngineError
 from transport.messages import (
@@ -39,6 +40,17 @@ def token_at(prompt: bytes, index: int) -> int:
     """The token at `index` of the endless completion of a prompt."""
     raw = hashlib.blake2b(prompt + index.to_bytes(4, "little"), digest_size=4).digest()
     return FIRST_TOKEN + int.from_bytes(raw, "little") % (LAST_TOKEN - FIRST_TOKEN)
+
+
+def score_of(token: int, tops: int) -> messages.TokenScored:
+    """What is told of a token: a number of its own, and the ids that follow it as the likeliest beside it."""
+    ids = tuple((token + place) % LAST_TOKEN for place in range(tops))
+    return messages.TokenScored(logprob_of(token), 1, ids, tuple(logprob_of(other) for other in ids))
+
+
+def logprob_of(token: int) -> float:
+    """Negative, and the same in single precision."""
+    return -token / 1024
 
 
 def natural_length(prompt: bytes) -> int:
@@ -144,6 +156,8 @@ class _Connection:
         self._running: dict[int, _Run] = {}
         self._work = trio.Event()
         self._step = 0
+        self._tops: dict[int, int] = {}
+        """Likeliest ids that a request asks to be told."""
 
     def _breach(self, what: str) -> None:
         self._head.breaches.append(what)
@@ -268,6 +282,13 @@ class _Connection:
     def _send(self, rows: list[tuple[int, int, int, int]]) -> None:
         if not rows:
             return
+        asking = [row for row in rows if row[0] in self._tops]
+        scores = ScoreBuffer()
+        for request, attempt, index, token in asking:
+            scores.add((request, attempt), index, score_of(token, self._tops[request]))
+        frame = scores.take(self._step)
+        if frame is not None:
+            self._link.post(*frame)
         requests, attempts, indexes, tokens = zip(*rows, strict=True)
         blob = array.array("q", requests).tobytes() + b"".join(
             array.array("i", column).tobytes() for column in (attempts, indexes, [1] * len(rows), tokens)
@@ -276,6 +297,19 @@ class _Connection:
         self._head.tokens_sent += len(rows)
 
     def _start(self, run: _Run) -> None:
+        sampling, number = run.submit.sampling, run.submit.request
+        if sampling.logprobs >= 0:
+            self._tops[number] = sampling.logprobs
+        if sampling.prompt_logprobs >= 0:
+            ids = array.array("i", run.prompt)[1:]
+            scored = [score_of(token, sampling.prompt_logprobs) for token in ids]
+            columns = [array.array("f", [each.logprob for each in scored]), array.array("i", [1] * len(ids))]
+            columns += [
+                array.array("i", [token for each in scored for token in each.ids]),
+                array.array("f", [value for each in scored for value in each.logprobs]),
+            ]
+            word = messages.PromptScored(number, run.submit.attempt, 0, 1, len(ids), sampling.prompt_logprobs)
+            self._link.post(word, b"".join(column.tobytes() for column in columns))
         self._link.post(
             RequestStarted(
                 request=run.submit.request,

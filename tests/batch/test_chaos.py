@@ -18,8 +18,9 @@ KINDS = ("rank_lost", "transfer_failed", "hang", "eof", "device_failed")
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_line_is_lost_doubled_or_wrong(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("several", [False, True], ids=["", "several"])
+async def test_no_line_is_lost_doubled_or_wrong(tmp_path: Path, seed: int, several: bool) -> None:
+    rng, wishes = random.Random(seed), random.Random(f"{seed} wishes")
     count = rng.randrange(1, 80)
     max_tokens = rng.randrange(1, 30)
     lines: list[dict[str, Any]] = []
@@ -32,6 +33,9 @@ async def test_no_line_is_lost_doubled_or_wrong(tmp_path: Path, seed: int) -> No
             start = rng.randrange(len(full) - 2)
             line["stop"] = full[start : start + rng.randrange(1, 4)]
             full = full[: full.index(line["stop"])]
+        if several:
+            line |= {"n": wishes.choice([1, 2, 5]), "logprobs": wishes.choice([False, 0, 3]), "echo": True}
+            full = text + full
         lines.append(line)
         wanted[f"r{place}"] = full
     head = FakeHead(
@@ -70,3 +74,15 @@ async def test_no_line_is_lost_doubled_or_wrong(tmp_path: Path, seed: int) -> No
             break
     texts = {record["custom_id"]: completion_text(record) for record in records}
     assert texts == wanted
+    by_id = {line["custom_id"]: line for line in lines}
+    for record in records:
+        line, choices = by_id[record["custom_id"]], record["response"]["body"]["choices"]
+        assert len(choices) == line.get("n", 1)
+        assert [choice["index"] for choice in choices] == list(range(len(choices)))
+        for choice in choices:
+            assert {**choice, "index": 0} == choices[0], "the head gives all the same"
+        scores = choices[0]["logprobs"]
+        assert (scores is None) == (line.get("logprobs", False) is False)
+        if scores is not None:
+            assert all(offset <= len(texts[line["custom_id"]]) for offset in scores["text_offset"])
+            assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["top_logprobs"])

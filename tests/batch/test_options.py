@@ -21,7 +21,7 @@ def test_a_default_is_json_or_else_a_string() -> None:
         ("max_tokens", "field=value"),
         ("max_token=5", "did you mean 'max_tokens'"),
         ("max_tokens=many", "max_tokens: Expected `int`"),
-        ("n=2", "not supported"),
+        ("best_of=2", "not supported"),
         ("messages=[]", "unknown field"),
     ],
 )

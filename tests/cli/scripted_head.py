@@ -10,11 +10,12 @@ import trio
 
 from engine.errors import EngineError
 from engine.runtime import RuntimeDirectory
-from tests.faces.experts_samples import make_status
+from tests.faces.experts_samples import make_status, make_traffic
 from transport.messages import (
     HEAD_FROM_OPERATOR,
     AskExperts,
     AskStatus,
+    AskTraffic,
     ExpertsReport,
     Message,
     PartReport,
@@ -22,6 +23,7 @@ from transport.messages import (
     RebalanceAnswer,
     Refused,
     StatusReport,
+    TrafficReport,
 )
 from transport.stream import FrameStream, run_link
 from transport.unix import open_unix_listener
@@ -31,7 +33,7 @@ class ScriptedHead:
     """What it answers, and what it was asked to do.
 
     Attributes:
-        status: the answer to AskStatus.
+        status, traffic: the answers to AskStatus and AskTraffic.
         parts: one entry for each AskExperts; the last one is repeated.
         answers: action -> what becomes of it; None is silence, an action that is missing is refused.
         acts: every Rebalance, in order.
@@ -40,6 +42,7 @@ class ScriptedHead:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.status: StatusReport = make_status()
+        self.traffic: TrafficReport = make_traffic()
         self.parts: list[tuple[PartReport, ...]] = [()]
         self.answers: dict[str, Callable[[Rebalance], Message | None]] = {}
         self.acts: list[Rebalance] = []
@@ -80,6 +83,8 @@ class ScriptedHead:
         match message:
             case AskStatus():
                 return self.status
+            case AskTraffic():
+                return self.traffic
             case AskExperts():
                 return ExpertsReport(self.parts.pop(0) if len(self.parts) > 1 else self.parts[0])
             case Rebalance() if may_change:

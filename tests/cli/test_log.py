@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.log import configure_log, log_event
+from engine.core.events import EventRing
+from engine.log import configure_log, keep_events, log_event
 
 logger = logging.getLogger("engine.test")
 
@@ -77,3 +78,39 @@ def test_an_event_that_is_no_warning_is_never_held_back():
     for _ in range(3):
         log_event(logger, "info", "request.finish", request=1)
     assert len(stream.getvalue().splitlines()) == 3
+
+
+# ---------------------------------------------------------------- events that are kept
+
+
+def kept(ring: EventRing) -> list[tuple[str, str, str]]:
+    return [(event.level, event.name, event.text) for event in ring.after(0)[1]]
+
+
+def test_kept_events_have_the_words_of_the_log_whatever_its_level_and_form():
+    stream, ring = written("json", "error"), EventRing()
+    keep_events(ring)
+    log_event(logger, "debug", "request.abort")
+    log_event(logger, "info", "rank.ready", rank=3, took_s=0.123456, path="a b", msg="first\nsecond")
+    log_event(logger, "error", "head.failed", msg="no")
+    logging.getLogger("some.library").warning("%d sockets", 3)
+    try:
+        raise ValueError("seven")
+    except ValueError:
+        logger.exception("broke")
+    assert kept(ring) == [
+        ("info", "rank.ready", 'rank=3 took_s=0.1235 path="a b" | first | second'),
+        ("error", "head.failed", "| no"),
+        ("warning", "some.library", "3 sockets"),
+        ("error", "engine.test", "broke | ValueError: seven"),
+    ]
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["head.failed", "broke"]
+    assert ring.after(0)[1][0].at_ms > 1_700_000_000_000
+
+
+def test_a_warning_that_repeats_is_counted_in_both_places():
+    stream, ring = written("text"), EventRing()
+    keep_events(ring)
+    for _ in range(5):
+        log_event(logger, "warning", "rank.down", rank=3)
+    assert len(stream.getvalue().splitlines()) == 1 and kept(ring) == [("warning", "rank.down", "rank=3")]

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from engine.cli import main
 from tests.cli.scripted_head import ScriptedHead, scripted_head
+from tests.cli.terminal import environment, talk_at_terminal
 from tests.faces.experts_samples import make_part, make_past, make_plan, make_status
 from transport.messages import Message, Rebalance, RebalanceAnswer, Refused
 
@@ -334,55 +334,8 @@ def test_without_an_engine_every_command_ends_with_4(tmp_path, capsys, words):
 ENGINE = [sys.executable, "-m", "engine", "rebalance"]
 
 
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
-    return {**kept, "PYTHONPATH": os.getcwd(), "COLUMNS": "120", "TERM": "xterm"}
-
-
 def talk(head: ScriptedHead, *words: str, says: list[tuple[str, str]]) -> tuple[int, str]:
-    """Runs a command on a terminal of its own: waits for each text, then types the answer to it.
-
-    Returns:
-        exit code, and all that the terminal showed.
-    """
-    ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [*ENGINE, *words, "--dir", head.directory], stdin=theirs, stdout=theirs, stderr=theirs, env=environment(),
-        start_new_session=True,
-    )  # fmt: skip
-    os.close(theirs)
-    shown, rest = "", says
-    os.set_blocking(ours, False)
-    deadline = time.monotonic() + 20
-    seen = 0
-    try:
-        while time.monotonic() < deadline:
-            done = process.poll()
-            try:
-                shown += os.read(ours, 65536).decode()
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:  # the other end is closed: all was read
-                break
-            if rest and rest[0][0] in shown[seen:]:
-                seen = len(shown)
-                os.write(ours, rest[0][1].encode())
-                rest = rest[1:]
-            if done is not None and process.poll() is not None and not rest and not _has_more(ours):
-                break
-        assert not rest, f"never asked: {rest[0][0]!r}; the terminal has {shown!r}"
-        return process.wait(10), shown
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        os.close(ours)
-
-
-def _has_more(descriptor: int) -> bool:
-    import select
-
-    return bool(select.select([descriptor], [], [], 0)[0])
+    return talk_at_terminal("rebalance", *words, "--dir", head.directory, says=says)
 
 
 ASKS = "Apply plan 18 to prod-a/decode?  [y] yes  [n] no: "

@@ -13,9 +13,12 @@ from engine.config import (
     ExpertsConfig,
     Limits,
     RankConfig,
+    SloConfig,
     config_from_json,
     config_view,
+    model_directory,
     parse_ranks,
+    read_model_facts,
 )
 from engine.errors import ConfigError
 from engine.keys import KEYS, VARIABLE_TO_NAME, config_schema, parse_duration, parse_size
@@ -119,6 +122,44 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
 )  # fmt: skip
 def test_a_problem_names_its_place_and_what_to_write(tmp_path, text, says):
     assert any(says in problem for problem in problems_of(write(tmp_path, text))), problems_of(write(tmp_path, text))
+
+
+def test_a_simulated_rack_is_its_scenario_whatever_a_file_says_for_real_ones(tmp_path):
+    file = write(tmp_path, "cluster = 'here'\nmodel = '/no/such'\n[pools.decode]\nranks = 3\n[limits]\nclients = 7\n")
+    resolved = resolve(file, flags={"device": "sim", "model": None})
+    config = resolved.config
+    assert (config.cluster, config.model, config.device) == ("here", "showroom (simulated)", "sim")
+    assert config.scenario == "showroom" and resolved.origins["scenario"] == "default (device is sim)"
+    assert (len(config.prefill.ranks), config.prefill.group) == (8, 2)
+    assert (len(config.decode.ranks), config.decode.group) == (64, 32)
+    assert config.limits.clients == 64 and resolved.origins["limits.clients"] == "scenario showroom"
+    assert config.vocab_size == read_model_facts("nano", page_tokens=64, value_bytes=4).vocab_size
+    assert model_directory(config.model) == model_directory("nano")
+    assert set(config_view(config)) == {key.name for key in KEYS}
+    assert config_from_json(json.dumps(dataclasses.asdict(config)).encode()) == config
+
+
+def test_a_scenario_of_ones_own_is_found_from_the_file_that_names_it(tmp_path):
+    (tmp_path / "mine.toml").write_text("like = 'small'\n[cluster]\ndecode = 3\n")
+    config = resolve(write(tmp_path, "device = 'sim'\nscenario = 'mine.toml'\n"), flags={"model": None}).config
+    assert (config.scenario, config.model) == (str(tmp_path / "mine.toml"), "mine (simulated)")
+    assert (len(config.prefill.ranks), len(config.decode.ranks)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets", "says"),
+    [
+        ({"scenario": "showroom"}, (), "flag --scenario: scenario: is for device = \"sim\""),
+        ({"device": "sim", "scenario": "shop"}, (), "scenario: no scenario 'shop'; there are groups, "),
+        ({"device": "sim", "scenario": "/no/shop.toml"}, (), "scenario: scenario /no/shop.toml: No such file"),
+        ({"device": "sim", "model": "nano"}, (), "flag --model: model: a simulated rack has what its scenario says"),
+        ({"device": "sim"}, ("limits.clients=5",), "--set limits.clients: limits.clients: a simulated rack has what"),
+        ({"device": "sim", "scenario": "groups"}, (), "groups: signals and [operators] are for engine simulate"),
+    ],
+)
+def test_what_a_simulated_rack_can_not_be_told(flags, sets, says):
+    problems = problems_of(flags={"model": None, **flags}, sets=sets)
+    assert any(says in problem for problem in problems), problems
 
 
 def test_groups_and_their_experts(tmp_path):
@@ -279,3 +320,15 @@ def test_a_flag_is_true_or_false_in_any_place(sets: list[str], tmp_path: Path) -
     assert not resolve_config(None, flags={}, sets=[], environ={}).config.checksum_pushes
     environ = {"ENGINE_CHECKSUM_PUSHES": "true"}
     assert resolve_config(None, flags={}, sets=[], environ=environ).config.rank_config(0).checksum_pushes
+
+
+def test_latency_limits_are_durations_that_only_the_head_knows(tmp_path: Path) -> None:
+    config = resolve(write(tmp_path, '[slo]\nitl_p99 = "50ms"\n'), sets=("slo.ttft_p90=1.5s",)).config
+    assert config.slo == SloConfig(ttft_p90_s=1.5, itl_p99_s=0.05)
+    assert resolve().config.slo == SloConfig() == SloConfig(0.0, 0.0)
+    assert config.digest == resolve().config.digest, "it is no matter of the ranks"
+    view = config_view(config)
+    assert (view["slo.ttft_p90"], view["slo.itl_p99"]) == (1.5, 0.05) and "slo" not in view
+    assert config_from_json(json.dumps(dataclasses.asdict(config)).encode()) == config
+    [problem] = problems_of(sets=("slo.itl=5ms",))
+    assert "did you mean 'slo.itl_p99'" in problem

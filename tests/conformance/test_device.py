@@ -265,3 +265,36 @@ async def test_a_checksum_is_computed_while_steps_are_queued(opened: Opened) -> 
         assert await device.checksums([((3,), -1)]) == before
         for ticket in tickets:
             await device.wait(ticket)
+
+
+async def test_whatever_a_request_may_ask_of_sampling_is_taken(opened: Opened) -> None:
+    """A device tells log-probabilities or does not, but refuses nothing that another one computes."""
+    asks = Sampling(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=30,
+        seed=3,
+        min_tokens=2,
+        stop_ids=(9,),
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        bias_ids=(7, 8),
+        biases=(1.0, -100.0),
+        logprobs=4,
+        prompt_logprobs=2,
+    )
+    async with opened() as device:
+        ids = memoryview(PROMPT.tobytes())
+        chunk = PrefillChunk(1, 0, 0, ids, (3, 4, 9, 7), asks, ids, 3, ids[4:68], 2)
+        first = await device.wait(device.submit(StepPlan(1, (chunk,), ())))
+        assert first.chunk_tokens[0] is not None
+        for at in range(20, 25):
+            result = await device.wait(device.submit(decode(at, at, None, sampling=asks)))
+            assert len(result.row_tokens) == 1
+            if result.row_scores is not None:
+                assert result.row_scores.rows.tolist() == [0] and result.row_scores.counts.tolist() == [4]
+                assert (result.row_scores.top_logprobs <= 0).all()
+        for at, scores in first.target_scores:
+            assert at == 0 and scores.rows.tolist() == list(range(1, 17)) and len(scores.top_ids) == 32

@@ -90,7 +90,9 @@ class Device:
         step.at, step.active = (self.members.number, self.next_step), self.active
         rows = len(step.plan.rows)
         join = max(self.told, self.members.number)
-        words = Words(self.generation, rows, rows, step.plan.idle, join, step.plan.stop, tuple(self.ready))
+        words = Words(
+            self.generation, rows, rows, step.plan.idle, join, step.plan.stop, step.plan.drafts, tuple(self.ready)
+        )
         self.group.note_begin(self, step, words)
 
     def enter(self, number: int) -> None:

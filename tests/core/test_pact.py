@@ -11,10 +11,10 @@ import pytest
 from engine.core.pact import WORDS_BYTES, Words, agree, unpack_words
 from engine.errors import RemoteProtocolError
 
-IDLE = Words(generation=1, rows=0, passes=0, idle=9, join=1, stop=0, ready=(5, 0))
+IDLE = Words(generation=1, rows=0, passes=0, idle=9, join=1, stop=0, drafts=0, ready=(5, 0))
 
 small = st.integers(0, 6)
-words = st.builds(Words, small, small, small, small, small, st.integers(0, 1), st.tuples(small, small))
+words = st.builds(Words, small, small, small, small, small, st.integers(0, 1), small, st.tuples(small, small))
 
 
 @hypothesis.given(words)
@@ -69,3 +69,9 @@ def test_a_group_that_joins_or_stops_does_not_park() -> None:
 def test_all_run_as_many_passes_as_the_rank_with_most_and_one_at_least() -> None:
     assert agree([IDLE._replace(passes=3), IDLE], (5, 0), 1, 3).passes == 3
     assert agree([IDLE, IDLE], (5, 0), 1, 3).passes == 1
+
+
+def test_all_draft_as_far_as_the_rank_that_drafts_furthest() -> None:
+    said = [IDLE._replace(drafts=3, rows=1, passes=1, idle=0), IDLE._replace(drafts=5, rows=2, passes=1, idle=0), IDLE]
+    assert {agree(order, (5, 0), 1, 3).drafts for order in itertools.permutations(said)} == {5}
+    assert agree([IDLE, IDLE], (5, 0), 1, 3).drafts == 0

@@ -11,6 +11,7 @@ from transport.messages import (
     RankStatus,
     SkewFigures,
     StatusReport,
+    TrafficReport,
 )
 
 EVEN = SkewFigures(max_over_mean=1.25, imbalance=0.5, lost_us_per_step=150.0, layer=1, rank=3)
@@ -59,3 +60,12 @@ def make_status(**changes: object) -> StatusReport:
         **changes,
     }  # fmt: skip
     return StatusReport(**fields)
+
+
+def make_traffic(**changes: object) -> TrafficReport:
+    fields: dict = {
+        "at_ms": 60_000, "accepted": 1000, "refused": 7, "finished": 900, "failed": 20, "cancelled": 30,
+        "prompt_tokens": 500_000, "cached_tokens": 100_000, "generated_tokens": 80_000, "waiting": 40,
+        "waiting_tokens": 12_000, "running": 10, "ttft": (), "itl": (), "handoff": (), **changes,
+    }  # fmt: skip
+    return TrafficReport(**fields)

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core.latency import LatencyCounts
 from engine.faces.metrics import absence_text, metrics_text
 from engine.version import VERSION
-from tests.faces.experts_samples import make_part, make_past, make_status
-from transport.messages import REBALANCE_BOUNDS_MS, ExpertsReport, PartReport
+from tests.faces.experts_samples import make_part, make_past, make_status, make_traffic
+from tests.faces.test_status import make_rank
+from transport.messages import LATENCY_BOUNDS_US, REBALANCE_BOUNDS_MS, ExpertsReport, PartReport
 
 NAMES = {
     "engine:up": ("gauge", ()),
     "engine:ready": ("gauge", ()),
     "engine:degraded": ("gauge", ()),
     "engine:info": ("gauge", ("version", "model", "layout")),
+    "engine:ranks": ("gauge", ("pool", "state")),
+    "engine:pd_corrupt_pushes": ("counter", ()),
+    "vllm:num_requests_running": ("gauge", ("model_name", "engine")),
+    "vllm:num_requests_waiting": ("gauge", ("model_name", "engine")),
+    "vllm:prompt_tokens": ("counter", ("model_name", "engine")),
+    "vllm:prompt_tokens_cached": ("counter", ("model_name", "engine")),
+    "vllm:generation_tokens": ("counter", ("model_name", "engine")),
+    "vllm:time_to_first_token_seconds": ("histogram", ("model_name", "engine")),
+    "vllm:inter_token_latency_seconds": ("histogram", ("model_name", "engine")),
+    "engine:pd_handoff_seconds": ("histogram", ()),
+    "engine:requests_accepted": ("counter", ()),
+    "engine:requests": ("counter", ("result",)),
+    "engine:waiting_tokens": ("gauge", ()),
     "engine:eplb_balancedness": ("gauge", ("pool", "part")),
     "engine:eplb_imbalance_max_layer": ("gauge", ("pool", "part")),
     "engine:eplb_lost_seconds": ("counter", ("pool", "part")),
@@ -36,10 +52,10 @@ LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{([a-zA-Z_]\w*="([^"\\\n]|\\.)*"
 
 
 def text_of(*parts: PartReport, **status: object) -> str:
-    return metrics_text(make_status(**status), ExpertsReport(parts), NOW)
+    return metrics_text(make_status(**status), ExpertsReport(parts), make_traffic(), NOW)
 
 
-ORDER = ("version", "model", "layout", "pool", "part", "group", "result", "le")
+ORDER = ("version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "le")
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -118,8 +134,43 @@ def test_values_are_in_the_units_that_the_names_say() -> None:
     assert events == {"applied": 5, "skipped": 4, "failed": 2, "rolled_back": 1}
     bucket = "engine:eplb_rebalance_seconds_bucket"
     assert [found[bucket, "decode", "main", le] for le in ("0.1", "0.5", "300", "+Inf")] == [1, 3, 3, 4]
+    assert found["engine:requests_total", "finished"] == 900 and found["engine:requests_total", "refused"] == 7
+    assert found["engine:requests_accepted_total",] == 1000 and found["engine:waiting_tokens",] == 12_000
+    assert found["vllm:num_requests_running", "nano", "0"] == 10
+    assert found["vllm:prompt_tokens_cached_total", "nano", "0"] == 100_000
     assert found["engine:degraded",] == 2 and found["engine:ready",] == 1
     assert found["engine:info", VERSION, "nano", "1xDEP1 prefill, 1xDEP4 decode"] == 1
+
+
+def test_latencies_are_histograms_in_seconds() -> None:
+    counts = LatencyCounts()
+    counts.add(20_000, 30)
+    counts.add(3e8, 2)
+    traffic = make_traffic(itl=counts.counts())
+    found = samples(metrics_text(make_status(), ExpertsReport(()), traffic, NOW))
+    name, labels = "vllm:inter_token_latency_seconds", ("nano", "0")
+    buckets = {key[3]: value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert len(buckets) == len(LATENCY_BOUNDS_US) + 1 and list(buckets.values()) == sorted(buckets.values())
+    assert {value for bound, value in buckets.items() if float(bound) < 0.02} == {0}
+    assert {value for bound, value in buckets.items() if 0.025 < float(bound) < 300} == {30}
+    assert buckets["+Inf"] == found[f"{name}_count", *labels] == 32
+    assert found[f"{name}_sum", *labels] == pytest.approx(30 * 0.02 + 2 * LATENCY_BOUNDS_US[-1] / 1e6, rel=0.12)
+    assert found["vllm:time_to_first_token_seconds_count", *labels] == found["engine:pd_handoff_seconds_sum",] == 0
+
+
+def test_ranks_are_counted_by_state_and_corrupt_pushes_over_all() -> None:
+    states = (("draining", "drained"), ("draining", ""), ("starting", "weights 1/2"), ("ready", ""), ("ready", ""))
+    ranks = [make_rank(0, "prefill", "ready"), *(make_rank(n, "decode", *one) for n, one in enumerate(states, 1))]
+    for at, corrupt in ((0, 0), (4, 3), (5, 4)):
+        snapshot = msgspec.structs.replace(ranks[at].snapshot, corrupt_pushes=corrupt)
+        ranks[at] = msgspec.structs.replace(ranks[at], snapshot=snapshot)
+    found = samples(text_of(ranks=tuple(ranks)))
+    counts = {key[1:]: value for key, value in found.items() if key[0] == "engine:ranks" and value}
+    assert counts == {
+        ("prefill", "ready"): 1, ("decode", "drained"): 1, ("decode", "draining"): 1, ("decode", "starting"): 1,
+        ("decode", "ready"): 2,
+    }  # fmt: skip
+    assert found["engine:pd_corrupt_pushes_total",] == 7
 
 
 def test_what_nobody_knows_yet_is_absent() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.faces.ranks import describe_ranks
 from engine.faces.rebalance import describe_past, describe_plan, describe_progress, describe_us, list_risks
-from engine.faces.status import describe_ranks
 from tests.faces.experts_samples import make_part, make_past, make_plan, make_status
 from tests.faces.test_status import make_rank
 

@@ -107,12 +107,13 @@ def random_model(seed: int = 0, config: dict[str, Any] | None = None) -> Source:
     return Source(shape, stacked, tables)
 
 
-def write_checkpoint(directory: Path, seed: int = 0) -> None:
-    """A random model as a vendor would ship it: config.json, model.safetensors, tokenizer.json."""
+def write_checkpoint(directory: Path, seed: int = 0, config: dict[str, Any] | None = None) -> None:
+    """A random model as a vendor would ship it: config.json, model.safetensors, tokenizer.json; of `small_config` if
+    none is given."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    config = small_config()
+    config = small_config() if config is None else config
     shape = shape_from_config(config)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(

@@ -30,7 +30,7 @@ from engine.core.tables import Transition
 from engine.sim.play import play
 from engine.sim.scenario import draw_scenario
 from transport.fabric import TransferReport
-from transport.messages import PagesPushed, RankSnapshot
+from transport.messages import PagesPushed, PairCounts, RankSnapshot
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -83,7 +83,7 @@ def epoch_ended_while_a_write_runs(patch: pytest.MonkeyPatch) -> None:
 def late_push_accepted(patch: pytest.MonkeyPatch) -> None:
     """An overdue or failed write counts as done."""
 
-    async def wait(order, transfer, link, fabric, inbox: Inbox, transfer_s: float, reader) -> None:
+    async def wait(order, transfer, link, fabric, inbox: Inbox, meter, transfer_s: float, reader) -> None:
         with trio.move_on_after(0.01):
             await transfer.done.wait()
         inbox.put(PushDone(order.key, order.first, order.count, TransferReport(1, 1, 1, 1)))
@@ -162,11 +162,14 @@ def heartbeat_in_the_step_loop(patch: pytest.MonkeyPatch) -> None:
     async def report(head, inbox, read_gauges, meters, **rest):
         class StepHead:
             pending_bytes = 0
+            is_free = True
 
-            def post(self, message: RankSnapshot) -> None:
+            def post(self, message: RankSnapshot | PairCounts, blob: bytes = b"") -> None:
                 # The loop can not speak while it waits for its device.
-                if message.step_age_ms < 2 * rest["snapshot_s"] * 1000:
-                    head.post(message)
+                if isinstance(message, RankSnapshot):
+                    self.is_free = message.step_age_ms < 2 * rest["snapshot_s"] * 1000
+                if self.is_free:
+                    head.post(message, blob)
 
         await original(StepHead(), inbox, read_gauges, meters, **rest)
 

@@ -101,10 +101,20 @@ def test_every_scenario_that_comes_with_the_engine_can_be_read() -> None:
         assert load_scenario(name, 1).name == name
 
 
+def test_a_scenario_may_be_like_another_but_for_its_own_keys(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("like = 'storm'\nsettle_s = 5\n[cluster]\ndecode = 3\n")
+    mine, storm = load_scenario(str(file), 1), load_scenario("storm", 1)
+    assert (mine.shape.decode, mine.settle_s) == (3, 5.0)
+    assert (mine.shape.prefill, mine.shape.num_pages) == (storm.shape.prefill, storm.shape.num_pages)
+    assert (mine.swarm, mine.load) == (storm.swarm, storm.load)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("[cluster]\nprefills = 2", r"\[cluster\] has no key 'prefills'"),
+        ("like = 'nowhere'", "like is one of groups, .*, not 'nowhere'"),
         ("[load]\nrequests = 'many'", r"\[load\] requests is int, not 'many'"),
         ("[swarm]\nkinds = ['earthquake']", "'earthquake' is none of crash"),
         ("[decode_costs]\nkind = 'free'", r"\[decode_costs\] kind is flat or roofline"),

@@ -48,8 +48,8 @@ def values(type_: Any) -> st.SearchStrategy[Any]:
             return st.none()
         case msgspec.inspect.LiteralType(values=options):
             return st.sampled_from(options)
-        case msgspec.inspect.VarTupleType(item_type=item, min_length=low):
-            return st.lists(values(item), min_size=low or 0, max_size=3).map(tuple)
+        case msgspec.inspect.VarTupleType(item_type=item, min_length=low, max_length=high):
+            return st.lists(values(item), min_size=low or 0, max_size=min(3, high or 3)).map(tuple)
         case msgspec.inspect.UnionType(types=options):
             return st.one_of([values(option) for option in options])
         case msgspec.inspect.StructType(cls=cls, fields=fields):
@@ -59,6 +59,8 @@ def values(type_: Any) -> st.SearchStrategy[Any]:
 
 COUNTS: dict[type[Message], tuple[str, ...]] = {
     messages.TokensEmitted: ("num_rows", "num_tokens"),
+    messages.LogprobsEmitted: ("num_rows", "num_tops"),
+    messages.PromptScored: ("count", "tops"),
     messages.PagesGranted: ("num_pages",),
     messages.SlotsCopied: ("count",),
     messages.ExpertLoads: ("layers", "experts"),
@@ -76,6 +78,10 @@ def count_blob(message: Message) -> int:
     match message:
         case messages.TokensEmitted():
             return (8 + 4 + 4 + 4) * message.num_rows + 4 * message.num_tokens
+        case messages.LogprobsEmitted():
+            return (8 + 4 + 4 + 4 + 4 + 4) * message.num_rows + (4 + 4) * message.num_tops
+        case messages.PromptScored():
+            return (4 + 4) * message.count + (4 + 4) * message.count * message.tops
         case messages.PagesGranted(num_pages=count) | messages.SlotsCopied(count=count):
             return 4 * count
         case messages.ExpertLoads():

@@ -1,0 +1,181 @@
+"""Frames: what a generation says, as chunks of a stream or as one body, in the shapes of the OpenAI surface.
+
+What is the same in every chunk of a stream is rendered once. A chunk of a choice has all that came since the one
+before, and the first one of a chat has the role, so that whoever counts chunks measures tokens.
+"""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import msgspec
+
+from engine.actors.told import Told
+from engine.faces.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, text_offsets
+from engine.front.bodies import Served, Wanted
+from engine.front.choice import Choice
+from engine.front.generation import Generation
+from engine.front.replies import encoder
+
+DONE = b"data: [DONE]\n\n"
+Scores = tuple[list[int], list[int], Told]
+
+
+class Renderer:
+    """Renders one request's answer.
+
+    Args:
+        number: hex digits that make the answer's id.
+        created: seconds since 1970.
+    """
+
+    def __init__(self, wanted: Wanted, generation: Generation, served: Served, number: str, created: int) -> None:
+        self._wanted = wanted
+        self._generation = generation
+        self._codec = served.codec
+        kind = ("chatcmpl", "chat.completion") if wanted.is_chat else ("cmpl", "text_completion")
+        self._common: dict[str, Any] = {
+            "id": f"{kind[0]}-{number}", "object": kind[1], "created": created, "model": served.name,
+        }  # fmt: skip
+        chunk = self._common | ({"object": "chat.completion.chunk"} if wanted.is_chat else {})
+        self._head = b"data: " + encoder.encode(chunk)[:-1] + b',"choices":['
+        self._ended: set[int] = set()
+
+    # ------------------------------------------------------------ a stream
+
+    def chunks(self) -> bytes:
+        """All that is new, choice by choice; empty if nothing is."""
+        parts: list[bytes] = []
+        for choice in self._generation.choices:
+            is_end = choice.reason is not None and choice.index not in self._ended
+            if is_end or choice.has_news:
+                if is_end:
+                    self._ended.add(choice.index)
+                parts += (self._head, self._chunk(choice), b"]", self._chunk_usage(), b"}\n\n")
+        return b"".join(parts)
+
+    def last_chunks(self) -> bytes:
+        """What follows the last choice's end."""
+        if not self._wanted.include_usage:
+            return DONE
+        return b"".join((self._head, b'],"usage":', encoder.encode(self.usage()), b"}\n\n", DONE))
+
+    def _chunk(self, choice: Choice) -> bytes:
+        is_first = not choice.begun
+        text, thought = choice.take_text()
+        if self._wanted.is_chat:
+            said = self._delta(text, thought, is_first=is_first)
+            scores = self._scores(choice)
+        else:
+            echoed = self._echo(choice) if is_first else ""
+            said = b'"text":' + encoder.encode(echoed + text)
+            scores = self._scores(choice, echoed=echoed if is_first else None)
+        reason = b"null" if choice.reason is None else encoder.encode(choice.reason)
+        index = str(choice.index).encode()
+        told = encoder.encode(scores)
+        return b"".join((b'{"index":', index, b",", said, b',"logprobs":', told, b',"finish_reason":', reason, b"}"))
+
+    def _delta(self, text: str, thought: str, *, is_first: bool) -> bytes:
+        fields = []
+        if is_first:
+            fields.append(b'"role":"assistant"')
+        if thought:
+            fields.append(b'"reasoning_content":' + encoder.encode(thought))
+        if text or (is_first and not thought):
+            fields.append(b'"content":' + encoder.encode(text))
+        return b'"delta":{' + b",".join(fields) + b"}"
+
+    def _chunk_usage(self) -> bytes:
+        if self._wanted.continuous_usage:
+            return b',"usage":' + encoder.encode(self.usage())
+        return b',"usage":null' if self._wanted.include_usage else b""
+
+    # ------------------------------------------------------------ one body
+
+    def body(self) -> bytes:
+        """The whole answer, once every choice has ended."""
+        whole: dict[str, Any] = {**self._common, "choices": list(map(self._whole, self._generation.choices))}
+        whole["usage"] = self.usage()
+        if self._wanted.is_chat and self._wanted.wishes.prompt_logprobs >= 0:
+            whole["prompt_logprobs"] = self._prompt_logprobs(self._generation.choices[0])
+        return encoder.encode(whole)
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text, thought = choice.take_text()
+        if self._wanted.is_chat:
+            message = {"role": "assistant", "content": text}
+            if self._wanted.thinking:
+                message["reasoning_content"] = thought
+            said: dict[str, Any] = {"message": message, "logprobs": self._scores(choice)}
+        else:
+            echoed = self._echo(choice)
+            said = {"text": echoed + text, "logprobs": self._scores(choice, echoed=echoed)}
+            if self._wanted.wishes.prompt_logprobs >= 0:
+                said["prompt_logprobs"] = self._prompt_logprobs(choice)
+        return {"index": choice.index, **said, "finish_reason": choice.reason}
+
+    # ------------------------------------------------------------ parts of either
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far: each prompt counts once, whatever the number of its answers."""
+        choices = self._generation.choices
+        firsts = choices[:: self._per_prompt]
+        prompt = self._wanted.num_prompt_tokens
+        completion = sum(choice.tokens for choice in choices)
+        cached = sum(choice.ask.started.cached_tokens for choice in firsts if choice.ask.started is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    @property
+    def _per_prompt(self) -> int:
+        return len(self._wanted.samplings[0])
+
+    def _first_of(self, choice: Choice) -> Choice:
+        """The choice that asked for the log-probabilities of the same prompt."""
+        return self._generation.choices[choice.index - choice.index % self._per_prompt]
+
+    def _echo(self, choice: Choice) -> str:
+        wishes = self._wanted.wishes
+        return self._codec.decode(_ids(choice), skip_special=wishes.skip_special) if wishes.echo else ""
+
+    def _scores(self, choice: Choice, *, echoed: str | None = None) -> dict[str, Any] | None:
+        """`logprobs` of what is new of a choice. `echoed`: the prompt's text, where its tokens are told, too."""
+        wishes = self._wanted.wishes
+        if wishes.logprobs < 0:
+            return None
+        ids, offsets, told = choice.take_scores()
+        if self._wanted.is_chat:
+            return chat_logprobs(self._codec, ids, told, wishes.logprobs)
+        parts = [(told, len(ids))]
+        if wishes.echo:
+            prompt = _ids(choice)
+            before = text_offsets(self._codec, prompt, skip_special=wishes.skip_special)
+            length = len(self._codec.decode(prompt, skip_special=wishes.skip_special))
+            offsets = [length + offset for offset in offsets]
+            scored = self._first_of(choice).ask.prompt_told
+            if echoed is not None and scored is not None:
+                ids, offsets = [*prompt, *ids], [*before, *offsets]
+                parts = [(scored, len(prompt)), *parts]
+        return completion_logprobs(self._codec, ids, offsets, parts, wishes.logprobs)
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        told = self._first_of(choice).ask.prompt_told
+        if told is None:
+            return None
+        return prompt_logprobs(self._codec, _ids(choice), told, self._wanted.wishes.prompt_logprobs)
+
+
+def _ids(choice: Choice) -> list[int]:
+    ids = array.array("i")
+    ids.frombytes(choice.ask.prompt)
+    return ids.tolist()
+
+
+def error_frame(body: bytes) -> bytes:
+    """An error after the headers are out; the stream then ends without its `[DONE]`."""
+    return b"data: " + msgspec.json.format(body, indent=-1) + b"\n\n"

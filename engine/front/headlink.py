@@ -1,0 +1,349 @@
+"""HeadLink: a front's connection to the head's request socket, on asyncio, dialled again whenever it ends.
+
+An ask keeps its prompt and every id generated so far until it ends, so it can be submitted again after a lost rank or a
+lost connection: the next attempt goes on where the last one stopped, and whoever reads the stream notices nothing but
+the pause. Its owner hears each token once, in order, and exactly one end.
+
+Everything is bounded: the send queue by its bytes, asks by the head's own limit, attempts by `ATTEMPTS`, the time
+without a head by `RELINK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import sys
+
+from engine.actors.told import Told, read_scores, take_prompt
+from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
+from engine.front.ask import Ask, AskOwner, Failure
+from engine.log import log_event
+from transport import messages
+from transport.link import FrameLink, open_unix_link
+from transport.messages import HeadHello, RequestFailed, RequestFinished, RequestStarted
+from transport.wire import Frame
+
+logger = logging.getLogger("engine.front")
+
+OUT_LIMIT_BYTES = 64 << 20
+"""Queued submissions; a prompt of a million ids is 4 MiB."""
+STALL_S = 30.0
+"""A head that reads nothing for so long is gone."""
+HELLO_S = 10.0
+"""From the connection to the head's answer."""
+FIRST_REDIAL_S, LONGEST_REDIAL_S = 0.05, 2.0
+RELINK_S = 5.0
+"""Asks wait so long for a connection that was lost; then they fail."""
+ATTEMPTS = 3
+"""Submissions of one ask. Refusals for want of room are told at once and cost none."""
+RETRY_PAUSE_S = 0.1
+_ROOM = ("queue_full", "draining")
+
+
+class OtherModel(EngineError):
+    """The head that answers now does not serve what the one before did; a fresh front has to be started."""
+
+
+class HeadLink:
+    """See the module.
+
+    Attributes:
+        hello: what the head said of itself; None while there is none.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        if sys.byteorder != "little":
+            raise AssertionError("token columns are little-endian and read in place")
+        self.hello: HeadHello | None = None
+        self._path = path
+        self._name = name
+        self._known: HeadHello | None = None
+        self._link: FrameLink | None = None
+        self._was_up = False
+        self._asks: dict[int, Ask] = {}
+        self._again: dict[Ask, None] = {}
+        """Wait for the next connection."""
+        self._pauses: dict[Ask, asyncio.Task[None]] = {}
+        """Wait for their next attempt."""
+        self._numbers = 0
+        self._cancels: collections.deque[int] = collections.deque()
+        self._touched: dict[AskOwner, None] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Asks that have not ended."""
+        return len(self._asks) + len(self._again) + len(self._pauses)
+
+    async def submit(self, ask: Ask) -> None:
+        """Submits an ask; waits while the send queue is full. Cancelled means not submitted.
+
+        Raises:
+            PeerGone: there is no head.
+            Overflow: the prompt alone is larger than a frame may be.
+        """
+        link = self._link
+        if link is None or self.hello is None:
+            raise PeerGone("the engine does not answer")
+        self._numbers += 1
+        ask.request, ask.attempt = self._numbers, ask.attempt + 1
+        self._asks[ask.request] = ask
+        message = messages.Submit(
+            request=ask.request,
+            attempt=ask.attempt,
+            generated=len(ask.generated),
+            sampling=ask.sampling,
+            label=ask.label,
+        )
+        try:
+            await link.send(message, ask.prompt + ask.generated.tobytes())
+        except BaseException:
+            self._asks.pop(ask.request, None)
+            self._again.pop(ask, None)
+            raise
+        if ask.owner is None:  # cancelled while it waited for room: the word went out before it
+            self._cancels.append(ask.request)
+            self._flush_cancels()
+
+    def cancel(self, ask: Ask) -> None:
+        """Nobody wants it any more. The head is told, and what still comes of it is dropped."""
+        ask.owner = None
+        self._again.pop(ask, None)
+        pause = self._pauses.pop(ask, None)
+        if pause is not None:
+            pause.cancel()
+        if self._asks.get(ask.request) is ask:
+            self._cancels.append(ask.request)
+            self._flush_cancels()
+
+    def fail_all(self, failure: Failure) -> None:
+        """Ends every ask, because the front is ending."""
+        for ask in [*self._asks.values(), *self._again, *self._pauses]:
+            owner = ask.owner
+            self.cancel(ask)
+            if owner is not None:
+                owner.ask_failed(ask, failure)
+                self._touched[owner] = None
+        self._tell_over()
+
+    async def run(self) -> None:
+        """Dials, reads, dials again, until cancelled.
+
+        Raises:
+            OtherModel: see there.
+        """
+        pause, lost_at = FIRST_REDIAL_S, asyncio.get_running_loop().time()
+        while True:
+            try:
+                await self._run_once()
+            except OtherModel:
+                raise
+            except EngineError as error:
+                if self._was_up:
+                    self._was_up = False
+                    pause, lost_at = FIRST_REDIAL_S, asyncio.get_running_loop().time()
+                    log_event(logger, "warning", "front.unlinked", msg=str(error))
+                else:
+                    log_event(logger, "debug", "front.dial", msg=str(error))
+            if self._again and asyncio.get_running_loop().time() - lost_at >= RELINK_S:
+                self._fail_waiting()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_REDIAL_S)
+
+    # ------------------------------------------------------------ one connection
+
+    async def _run_once(self) -> None:
+        link = await open_unix_link(
+            self._path,
+            accepts=messages.CLIENT_FROM_HEAD,
+            out_limit_bytes=OUT_LIMIT_BYTES,
+            stall_s=STALL_S,
+            name="head",
+        )
+        try:
+            link.post(messages.ClientHello(version=messages.PROTOCOL_VERSION, name=self._name))
+            try:
+                async with asyncio.timeout(HELLO_S):
+                    frames = await link.receive()
+            except TimeoutError:
+                raise PeerGone(f"the head did not answer within {HELLO_S:g} s") from None
+            hello = _check_hello(frames[0])
+            known = self._known
+            if known is not None and (known.model, known.max_model_tokens) != (hello.model, hello.max_model_tokens):
+                raise OtherModel(f"the head serves {hello.model} now, not {known.model}")
+            self._link, self.hello, self._known, self._was_up = link, hello, hello, True
+            log_event(logger, "info", "front.linked", model=hello.model, cluster=hello.cluster)
+            again, self._again = self._again, {}
+            for ask in again:
+                await self._submit_again(ask)
+            self._handle(frames[1:])
+            while True:
+                self._handle(await link.receive())
+        finally:
+            self._drop_link()
+            with contextlib.suppress(EngineError):
+                await link.aclose()
+
+    def _drop_link(self) -> None:
+        """The connection is gone: what it had waits for the next one."""
+        self._link = self.hello = None
+        asks, self._asks = self._asks, {}
+        self._cancels.clear()
+        for ask in asks.values():
+            if ask.owner is not None:
+                self._wait_again(ask)
+        self._tell_over()
+
+    def _wait_again(self, ask: Ask) -> None:
+        if ask.attempt >= ATTEMPTS:
+            self._fail(ask, Failure("engine_lost", f"the engine was lost, {ask.attempt} times", retryable=True))
+        else:
+            self._again[ask] = None
+
+    def _fail_waiting(self) -> None:
+        again, self._again = self._again, {}
+        for ask in again:
+            self._fail(ask, Failure("engine_lost", f"the engine was not back within {RELINK_S:g} s", retryable=True))
+        self._tell_over()
+
+    async def _submit_again(self, ask: Ask) -> None:
+        if ask.owner is None:
+            return
+        try:
+            await self.submit(ask)
+        except Overflow as error:
+            self._fail(ask, Failure("bad_request", str(error)))
+        except PeerGone:
+            if ask.owner is not None:
+                self._wait_again(ask)
+
+    async def _retry(self, ask: Ask) -> None:
+        await asyncio.sleep(RETRY_PAUSE_S * 2 ** (ask.attempt - 1))
+        self._pauses.pop(ask, None)
+        await self._submit_again(ask)
+        self._tell_over()
+
+    def _flush_cancels(self) -> None:
+        """What finds no room goes with the next frames that come."""
+        link = self._link
+        while self._cancels and link is not None:
+            try:
+                link.post(messages.CancelRequest(request=self._cancels[0]))
+            except (Overflow, PeerGone):
+                return
+            self._cancels.popleft()
+
+    # ------------------------------------------------------------ what the head says
+
+    def _handle(self, frames: list[Frame]) -> None:
+        self._flush_cancels()
+        try:
+            for frame in frames:
+                self._take(frame)
+        finally:
+            self._tell_over()
+
+    def _tell_over(self) -> None:
+        touched, self._touched = self._touched, {}
+        for owner in touched:
+            owner.batch_over()
+
+    def _take(self, frame: Frame) -> None:
+        match frame.message:
+            case messages.TokensEmitted() as fact:
+                self._take_tokens(fact, frame.blob)
+            case RequestStarted() as fact:
+                ask = self._find(fact.request, fact.attempt)
+                if ask is not None:
+                    ask.started = fact
+            case RequestFinished() as fact:
+                ask = self._find(fact.request, fact.attempt)
+                if ask is None:
+                    return
+                if fact.completion_tokens != len(ask.generated):
+                    raise RemoteProtocolError(
+                        f"request {fact.request} finished with {fact.completion_tokens} tokens,"
+                        f" but {len(ask.generated)} came"
+                    )
+                del self._asks[fact.request]
+                if ask.owner is not None:
+                    self._touched[ask.owner] = None
+                    ask.owner.ask_finished(ask, fact.reason)
+            case RequestFailed() as fact:
+                ask = self._find(fact.request, fact.attempt)
+                if ask is not None:
+                    del self._asks[fact.request]
+                    self._take_failure(ask, fact)
+            case messages.LogprobsEmitted() as fact:
+                for scored in read_scores(fact, frame.blob):
+                    ask = self._find(scored.request, scored.attempt)
+                    if ask is not None:
+                        ask.told = ask.told or Told()
+                        ask.told.extend(scored.index, *scored.columns)
+            case messages.PromptScored() as fact:
+                ask = self._find(fact.request, fact.attempt)
+                if ask is not None:
+                    ask.prompt_told = ask.prompt_told or Told(missing=1)
+                    take_prompt(ask.prompt_told, fact, frame.blob)
+            case messages.Refused() as fact:
+                raise PeerGone(f"the head refused this front: {fact.message}")
+            case other:
+                raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
+
+    def _take_failure(self, ask: Ask, fact: RequestFailed) -> None:
+        if ask.owner is None:
+            return
+        if fact.retryable and fact.code not in _ROOM and ask.attempt < ATTEMPTS:
+            log_event(logger, "info", "request.again", label=ask.label, attempt=ask.attempt, code=fact.code)
+            self._pauses[ask] = asyncio.get_running_loop().create_task(self._retry(ask))
+            return
+        self._fail(ask, Failure(fact.code, fact.message, retryable=fact.retryable))
+
+    def _fail(self, ask: Ask, failure: Failure) -> None:
+        if ask.owner is not None:
+            self._touched[ask.owner] = None
+            ask.owner.ask_failed(ask, failure)
+
+    def _find(self, request: int, attempt: int) -> Ask | None:
+        ask = self._asks.get(request)
+        if ask is None:
+            if request > self._numbers:
+                raise RemoteProtocolError(f"the head speaks of request {request}; the last one was {self._numbers}")
+            return None
+        if ask.attempt != attempt:
+            raise RemoteProtocolError(f"request {request} is at attempt {ask.attempt}, the head says {attempt}")
+        return ask
+
+    def _take_tokens(self, fact: messages.TokensEmitted, blob: memoryview) -> None:
+        rows = fact.num_rows
+        requests = blob[: 8 * rows].cast("q").tolist()
+        attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i").tolist() for at in (8, 12, 16))
+        ids = blob[20 * rows :].cast("i").tolist()
+        if sum(counts) != fact.num_tokens or min(counts, default=0) < 0:
+            raise RemoteProtocolError(f"TokensEmitted says {fact.num_tokens} tokens, its rows say {sum(counts)}")
+        place = 0
+        for request, attempt, index, count in zip(requests, attempts, indexes, counts, strict=True):
+            first, place = place, place + count
+            ask = self._find(request, attempt)
+            if ask is None:
+                continue
+            if ask.started is None or ask.started.attempt != attempt:
+                raise RemoteProtocolError(f"request {request}: tokens came before its start")
+            if index != len(ask.generated):
+                raise RemoteProtocolError(f"request {request}: token {index} came where {len(ask.generated)} was next")
+            ask.generated.extend(ids[first:place])
+            if ask.owner is not None:
+                self._touched[ask.owner] = None
+                ask.owner.tokens_came(ask, count)
+
+
+def _check_hello(frame: Frame) -> HeadHello:
+    message = frame.message
+    if isinstance(message, messages.Refused):
+        raise PeerGone(f"the head refused this front: {message.message}")
+    if not isinstance(message, HeadHello):
+        raise RemoteProtocolError(f"the head's first word was {type(message).__name__}")
+    if message.version != messages.PROTOCOL_VERSION:
+        raise RemoteProtocolError(f"the head speaks protocol {message.version}, not {messages.PROTOCOL_VERSION}")
+    return message

@@ -1,0 +1,90 @@
+"""Chooser: the end of a pass, where tokens are drawn, scored, counted for penalties and kept in their slabs; checks."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.core.plan import Scores
+from engine.errors import DeviceError
+from engine.model.kv import Arena
+from engine.model.penalties import add_tokens
+from engine.model.sampling import Sampler
+from engine.model.scoring import score_tokens
+from engine.ports import DeviceInfo
+
+Ints = npt.NDArray[np.int64]
+
+
+class Chooser:
+    """See the module. Belongs to the device's worker thread."""
+
+    def __init__(self, arena: Arena, info: DeviceInfo) -> None:
+        """Borrows the arena."""
+        self._arena = arena
+        self._info = info
+        self._cells = arena.sampled_cell()
+
+    def choose(self, sampler: Sampler, logits: Tensor, slabs: Ints, positions: Ints) -> tuple[Ints, Scores | None]:
+        """Draws the next token of each slab and keeps it; only here it is counted.
+
+        Args:
+            sampler: of these rows.
+            logits: float32[rows, vocab]; may be overwritten.
+            slabs: int64[rows], different ones.
+            positions: int64[rows], of the tokens.
+
+        Returns:
+            (int64[rows], scores of rows that ask for some).
+        """
+        scored, counts = sampler.scored, None
+        raw = logits[scored] if len(scored) else None
+        lines = slabs[sampler.penalised]
+        if len(lines):
+            counts = self._arena.counts[lines]
+        drawn = sampler.choose(logits, positions, counts)
+        scores = None
+        if raw is not None:
+            tops = [sampler.rows[row].logprobs for row in scored.tolist()]
+            scores = score_tokens(raw, drawn[scored], tops, scored)
+        if len(lines):
+            add_tokens(self._arena.counts, lines, drawn[sampler.penalised])
+        first, stride = self._cells
+        self._arena.ints.numpy()[first + slabs * stride] = drawn
+        return drawn, scores
+
+    def read_sampled(self, slabs: Ints) -> Ints:
+        """int64[n], the token that each slab sampled last."""
+        first, stride = self._cells
+        return self._arena.ints.numpy()[first + slabs * stride].astype(np.int64)
+
+    def check_ids(self, tokens: Ints) -> None:
+        """Raises DeviceError for an id that is none of the vocabulary's."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._info.vocab_size:
+            raise DeviceError(f"a token id is outside 0..{self._info.vocab_size - 1}")
+
+    def check_slabs(self, slabs: Ints) -> None:
+        """Raises DeviceError for a slab that there is not."""
+        if int(slabs.min()) < 0 or int(slabs.max()) >= self._info.num_slabs:
+            raise DeviceError(f"a slab is outside 0..{self._info.num_slabs - 1}")
+
+    def check_pages(self, pages: Ints, widths: Ints, lengths: Ints) -> None:
+        """Raises DeviceError unless each line's pages are there and hold so many tokens: a wrong number would read or
+        write another sequence's memory.
+
+        Args:
+            pages: int64[lines, widest].
+            widths: int64[lines], pages of each line.
+            lengths: int64[lines].
+        """
+        info = self._info
+        if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= info.num_pages):
+            raise DeviceError(f"a page id is outside 0..{info.num_pages - 1}")
+        longest = int(lengths.max())
+        short = np.nonzero(lengths > widths * info.page_tokens)[0]
+        if len(short):
+            row = int(short[0])
+            raise DeviceError(f"{int(lengths[row])} tokens need more pages than the {int(widths[row])} given")
+        if longest > info.max_model_tokens:
+            raise DeviceError(f"{longest} tokens are more than max_model_tokens ({info.max_model_tokens})")
