@@ -313,6 +313,8 @@ class ConsoleApp(App[int]):
                              foreground=text, surface=ground, dark=is_dark)
             )  # fmt: skip
         self.set_look(self.look)
+        # After `fg` the terminal is empty, and Textual draws it again only if it has another size.
+        self.app_resume_signal.subscribe(self, lambda app: self.screen.refresh())
         self.set_interval(TICK_S, self._tick)
         self.run_worker(self.link.run(), name="link", exclusive=True, group="link", exit_on_error=True)
 

@@ -158,7 +158,8 @@ def _start_line(rank: RankStatus, width: int) -> Line:
     mark = state_mark(rank.state)
     figures = start_figures(rank)
     # Of one that starts the phase says more than the state, which the glyph says too.
-    word = rank.phase if rank.phase and rank.state in ("starting", "joining") else rank.state
+    # A head says how far it is in the phase's text as well, which stands beside it here.
+    word = rank.phase.split(" ", 1)[0] if rank.phase and rank.state in ("starting", "joining") else rank.state
     runs: list[Line] = [
         line((f"{mark.glyph} ", mark.style), (f"{rank_name(rank.role, rank.rank):<5}", "value"), f"{word:<11}")
     ]

@@ -96,7 +96,8 @@ def _first(view: ClusterView, state: HeaderState, width: int, now: float) -> Lin
     else:
         left.append((status.cluster or "engine", "title"))
         name = status.model.rstrip("/").rpartition("/")[2]
-        shape = topology(view)
+        # While groups still form, it would change with each of them.
+        shape = topology(view) if status.ready or status.is_stopping else ""
         room = width - width_of(tuple(right)) - width_of(tuple(left)) - 3
         if room >= len(shape) + 2:
             name = clip_text(name, room - len(shape) - 2) if room - len(shape) - 2 >= 6 else ""

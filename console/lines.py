@@ -128,6 +128,7 @@ def restyle(line: Line, style: str) -> Line:
 
 def wrap(text: str, width: int) -> list[str]:
     """`text` in lines of at most `width` cells, broken at blanks; a word longer than a line is cut into pieces."""
+    width = max(2, width)  # the widest character must fit, or nothing ever would
     lines: list[str] = []
     now = ""
     for word in text.split():
@@ -135,7 +136,8 @@ def wrap(text: str, width: int) -> list[str]:
             if now:
                 lines.append(now)
                 now = ""
-            piece = set_cell_size(word, width).rstrip()  # a blank where a wide character did not fit
+            # A blank stands where a wide character did not fit.
+            piece = set_cell_size(word, width).rstrip() or word[0]
             lines.append(piece)
             word = word[len(piece) :]
         if not now:

@@ -140,7 +140,7 @@ class HttpConfig:
     queue: int = 4096
     """Requests without a first token; one more is refused with 429."""
     connections: int = 4096
-    body_bytes: int = 32 << 20
+    body_bytes: int = 8 << 20
     header_bytes: int = 32 << 10
     choices: int = 128
     """Answers that one request may ask for: its prompts, times `n`."""

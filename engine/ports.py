@@ -39,6 +39,7 @@ class DeviceInfo:
         eos_ids: ids that end a text.
         mesh_address: where a device of a group meets the others; empty for a group of one.
         parts: the parts of the model whose experts have slots here; empty for a group of one.
+        max_drafts: drafts that it proposes for a row at most; 0 for a model without drafter.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DeviceInfo:
     eos_ids: tuple[int, ...]
     mesh_address: str = ""
     parts: tuple[PartInfo, ...] = ()
+    max_drafts: int = 0
 
 
 class Ticket(Protocol):

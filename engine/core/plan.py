@@ -227,7 +227,8 @@ class StepResult:
         device_us: time the device worked on it, microseconds (its own measure). In a group, waiting for others is
             part of it.
         group: the group's step that it was computed in; None for a rank without a group.
-        row_scores, chunk_scores: of sampled tokens whose `sampling.logprobs` asks for it; None where nobody does.
+        row_scores, chunk_scores: of sampled tokens whose `sampling.logprobs` asks for it; None where nobody does. Their
+            `rows` are places in `row_tokens` and `chunk_tokens`.
         target_scores: (chunk, scores of its targets by position) for chunks that have some.
     """
 

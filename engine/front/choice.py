@@ -23,7 +23,7 @@ class Choice:
         ask: what the head is asked for it.
         reason: `stop` or `length`; None while it goes on.
         tokens: ids that count: those up to a stop string, or all.
-        lag: tokens that came since text was last taken.
+        lag: tokens that came since the writer last looked.
         text_length: characters of the text so far, shown or not.
     """
 
@@ -139,7 +139,6 @@ class Choice:
         text, thought = "".join(self._text), "".join(self._thought)
         self._text.clear()
         self._thought.clear()
-        self.lag = 0
         self.begun = True
         return text, thought
 

@@ -49,7 +49,9 @@ class Renderer:
         parts: list[bytes] = []
         for choice in self._generation.choices:
             is_end = choice.reason is not None and choice.index not in self._ended
-            if is_end or choice.has_news:
+            is_counted = self._wanted.continuous_usage and choice.lag > 0 and choice.index not in self._ended
+            choice.lag = 0  # the reader keeps up, whether there is text to show or not
+            if is_end or is_counted or choice.has_news:
                 if is_end:
                     self._ended.add(choice.index)
                 parts += (self._head, self._chunk(choice), b"]", self._chunk_usage(), b"}\n\n")

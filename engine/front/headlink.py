@@ -143,7 +143,8 @@ class HeadLink:
                 if self._was_up:
                     self._was_up = False
                     pause, lost_at = FIRST_REDIAL_S, asyncio.get_running_loop().time()
-                    log_event(logger, "warning", "front.unlinked", msg=str(error))
+                    level = "warning" if self._again else "info"
+                    log_event(logger, level, "front.unlinked", waiting=len(self._again), msg=str(error))
                 else:
                     log_event(logger, "debug", "front.dial", msg=str(error))
             if self._again and asyncio.get_running_loop().time() - lost_at >= RELINK_S:

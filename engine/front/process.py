@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import time
@@ -39,6 +40,7 @@ from transport.wire import IDS_LIMIT
 logger = logging.getLogger("engine.front")
 
 BACKLOG = 2048
+SPARE_DESCRIPTORS = 128
 FLUSH_S = 2.0
 """For errors and last bytes to go out at the end."""
 
@@ -88,6 +90,7 @@ def run_front_process(given: FrontGiven) -> int:
     configure_log(given.log_format, given.log_level, f"h{given.place}")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.ERROR)
+    _allow_descriptors(given.http.connections + SPARE_DESCRIPTORS)
     served = load_served(given.model, given.vocab_size, given.max_model_tokens)
     guard = read_guard(given.http.keys_file)
     counts = FrontCounts(given.counts, given.place)
@@ -99,6 +102,15 @@ def run_front_process(given: FrontGiven) -> int:
         log_event(logger, "error", "front.failed", msg=str(error))
         return 1
     return 0
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Raises this process's own limit as far as the system lets it; a connection is a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def load_served(model: str, vocab_size: int, max_model_tokens: int) -> Served:

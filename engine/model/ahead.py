@@ -146,15 +146,16 @@ class AheadProposer:
     def _run(self, batch: RowBatch, streams: Tensor) -> tuple[Tensor, Tensor]:
         """One slot of each sequence in full: logits float32[n, vocab], its own streams float32[n, streams, hidden]."""
         model, shape, layer, rows = self._model, self._model.shape, self._layer, batch.rows
-        tables = StepTables(model.arena, shape.window, (), batch)
+        number = layer.role.index
+        tables = StepTables(model.arena, shape.window, (), batch, layers=range(number, number + 1))
         turn = take_turns(model.turns[False], tables.flat_positions)
         lines = self._enter(streams, batch.ids)
         mixing = layer.mix_attn.predict(lines)
         mixing.collapse(lines)
         asked = layer.project(lines, turn)
-        tables.write_window(layer.role.index, asked.window_kv[:rows])
+        tables.write_window(number, asked.window_kv[:rows])
         places = PlaceSet(model.arena, tables, shape, selected=0)
-        places.set_window(layer.role.index)
+        places.set_window(number)
         mixed = torch.zeros_like(asked.query, memory_format=torch.contiguous_format)
         attend(model.arena, asked.query[:rows], places, layer.sink, mixed[:rows])
         lines[:, -1] = layer.project_back(mixed, turn)

@@ -22,6 +22,7 @@ from engine.core.effects import Stretch
 from engine.core.plan import StepPlan, StepResult
 from engine.errors import ConfigError, DeviceError, GroupBroken, LocalProtocolError
 from engine.model.checkpoint import load_checkpoint
+from engine.model.decoding import MOST_DRAFTS
 from engine.model.dispatch import Dispatch, Warmup
 from engine.model.drafting import Proposer
 from engine.model.engram import load_tables
@@ -334,5 +335,6 @@ def _load(
         eos_ids=(shape.eos_token_id,),
         mesh_address=mesh_address,
         parts=tuple(pool.info for pool in grouping.pools) if grouping is not None else (),
+        max_drafts=0 if proposer is None else min(proposer.max_drafts, MOST_DRAFTS),
     )
     return model, info, grouping, proposer

@@ -136,7 +136,9 @@ class StepTables:
         window_bias: float32[rows, window], 0 where the window row exists, else -inf.
     """
 
-    def __init__(self, arena: Arena, window: int, ratios: tuple[int, ...], batch: RowBatch, floor: int = 0) -> None:
+    def __init__(
+        self, arena: Arena, window: int, ratios: tuple[int, ...], batch: RowBatch, floor: int = 0, *, layers: range
+    ) -> None:
         """Does the arithmetic.
 
         Args:
@@ -145,7 +147,9 @@ class StepTables:
             ratios: compression ratios of the model.
             batch: the rows.
             floor: lowest position that has window rows; above 0 in a bounded replay, which starts with none.
+            layers: whose window rows are read.
         """
+        self._layers = layers
         self.batch = batch
         self._arena = arena
         self._window = window
@@ -181,13 +185,13 @@ class StepTables:
             self._ring_write = base[kept] + flat[kept] % ring
         else:
             self._ring_write = base + flat % ring
-            firsts = np.array([arena.window_row(layer)[0] for layer in range(layout.window_layers)])
+            firsts = np.array([arena.window_row(layer)[0] for layer in layers])
             reads = np.where(seen >= floor, base[:, None] + seen % ring + firsts[:, None, None], arena.zero_row)
             self._ring_read = torch.from_numpy(reads)
 
     def window_reads(self, layer: int, out: Tensor) -> None:
         """Write int64[rows, window] row numbers, oldest first, into `out`. In a staged pass they are every layer's."""
-        out.copy_(self._staging_read if self.staged else self._ring_read[layer])
+        out.copy_(self._staging_read if self.staged else self._ring_read[layer - self._layers.start])
 
     def write_window(self, layer: int, window_kv: Tensor) -> None:
         """Store float[rows, head_dim] window rows; in a staged pass lay out the staging rows as well."""

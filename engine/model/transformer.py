@@ -148,6 +148,7 @@ class PagedTransformer:
             if shape.engram is not None and max(shape.engram.layers) > self.last_source:
                 raise ConfigError(f"replay_rows needs every n-gram memory at or before layer {self.last_source}")
         self._engram = engram
+        self._own_layers = range(shape.num_layers)
         self._ratios = tuple(sorted({role.ratio for role in shape.layer_roles if role.ratio}))
         self._selects = bool(shape.index_sources)
         # A row attends to the same number of places whatever its length, so to as many as the longest one sees.
@@ -237,7 +238,9 @@ class PagedTransformer:
             replayed = RowBatch(batch.slabs, np.array([tail.start]), tail.ids[None], batch.tables)
             if self.watch is not None:
                 self.watch.open_pass(replayed)
-            tables = StepTables(self.arena, self.shape.window, self._ratios, replayed, floor=tail.start)
+            tables = StepTables(
+                self.arena, self.shape.window, self._ratios, replayed, tail.start, layers=self._own_layers
+            )
             state = self._open_pass(tables, with_memory=False)
             # Written already, and the ring may no longer hold the raw rows of the first entry.
             state.writes_entries = False
@@ -264,7 +267,7 @@ class PagedTransformer:
         """Embed the rows: tables, lines float32[padded rows, streams + 1, hidden], and the first pre."""
         if batch.span > self.max_chunk:
             raise ConfigError(f"a chunk may have at most {self.max_chunk} rows, found {batch.span}")
-        tables = StepTables(self.arena, self.shape.window, self._ratios, batch)
+        tables = StepTables(self.arena, self.shape.window, self._ratios, batch, layers=self._own_layers)
         if tables.staging_rows > self.arena.staging_rows:
             raise ConfigError(
                 f"the chunks of a pass need {tables.staging_rows} staging rows, there are {self.arena.staging_rows}"

@@ -27,7 +27,7 @@ from tests.console.emulator import Emulator
 ROOT = Path(__file__).parents[2]
 CONSOLE = (sys.executable, "-m", "engine", "console")
 CHUNK_BYTES = 4096
-_TAKE_TERMINAL = """
+TAKE_TERMINAL = """
 import fcntl, os, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -52,7 +52,7 @@ class Terminal:
         self.written = bytearray()
         self.on_read: Callable[[Emulator], None] = lambda screen: None
         self._screen = Emulator(*size)
-        self._lock = threading.Condition()
+        self._lock = threading.Condition(threading.RLock())
         self._error: BaseException | None = None
         self._wanted = True
         self._master, self._slave = pty.openpty()
@@ -62,7 +62,7 @@ class Terminal:
         for name in ("NO_COLOR", "COLUMNS", "LINES", "COLORFGBG"):
             surroundings.pop(name, None)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_TERMINAL, *command],
+            [sys.executable, "-c", TAKE_TERMINAL, *command],
             stdin=self._slave, stdout=self._slave, stderr=stderr or self._slave, cwd=ROOT,
             env={**surroundings, **environ},
         )  # fmt: skip
@@ -78,6 +78,12 @@ class Terminal:
     def text(self) -> str:
         with self._lock:
             return self._screen.text()
+
+    @property
+    def modes(self) -> set[int]:
+        """Private modes that are on."""
+        with self._lock:
+            return set(self._screen.modes)
 
     @property
     def is_plain(self) -> bool:

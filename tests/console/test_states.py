@@ -26,7 +26,7 @@ def starting() -> Scene:
         scene.set_rank(
             *(rank,),
             state="starting",
-            phase="weights",
+            phase=f"weights {rank - 5}/32 GiB",
             phase_done=(rank - 5) << 30,
             phase_total=32 << 30,
             phase_unit="bytes",

@@ -111,7 +111,7 @@ async def running_front(
 async def wait_for(condition: Callable[[], object]) -> None:
     """Until it is true."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the condition is anybody's
             await asyncio.sleep(0.002)
 
 

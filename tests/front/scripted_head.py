@@ -231,7 +231,7 @@ def tokens_frame(turns: Sequence[tuple[Run, Sequence[int]]], step: int = 1) -> t
 
 
 def snapshot(rank: int, step_age_ms: int = 0) -> RankSnapshot:
-    numbers = {name: 0 for name in RankSnapshot.__struct_fields__}
+    numbers = dict.fromkeys(RankSnapshot.__struct_fields__, 0)
     return RankSnapshot(**{**numbers, "rank": rank, "generation": 1, "step_age_ms": step_age_ms})
 
 
@@ -253,5 +253,5 @@ def status_report(*ranks: RankStatus, is_stopping: bool = False, degraded: tuple
 
 
 def traffic_report() -> TrafficReport:
-    numbers = {name: 0 for name in TrafficReport.__struct_fields__}
+    numbers = dict.fromkeys(TrafficReport.__struct_fields__, 0)
     return TrafficReport(**{**numbers, "accepted": 3, "ttft": (), "itl": (), "handoff": ()})

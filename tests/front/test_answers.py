@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine.config import HttpConfig
-from tests.front.rig import ids_of, run, running_front, served
+from tests.front.rig import ids_of, run, running_front, served, wait_for
 from tests.front.scripted_head import rank_status, status_report
 
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
@@ -85,6 +85,27 @@ def test_continuous_usage_is_in_every_chunk():
             pieces.append(await client.piece())
         counts = [json.loads(piece.split(b"\n\n")[0][6:])["usage"]["completion_tokens"] for piece in pieces]
         assert counts == [2, 3, len(ids)]
+
+    run(main)
+
+
+@pytest.mark.parametrize(("options", "chunks"), [({}, 2), ({"continuous_usage_stats": True}, 11)])
+def test_tokens_without_text_are_no_lag_and_are_told_where_usage_is_continuous(options, chunks):
+    async def main():
+        async with running_front(http=HttpConfig(stream_tokens=3)) as rig, rig.client() as client:
+            await client.post(TEXT_PATH, TEXT | {"stream": True, "ignore_eos": True, "stream_options": options})
+            one = await rig.head.next()
+            rig.head.start(one)
+            (generation,) = rig.front.generations
+            (choice,) = generation.choices
+            for place in range(10):
+                rig.head.say((one, [served().codec.eos_id]))
+                await wait_for(lambda at=place: len(choice.ask.generated) == at + 1 and choice.lag == 0)
+            rig.head.say((one, ids_of("end")))
+            rig.head.finish(one)
+            answer = await client.answer()
+        assert answer.text() == "end" and answer.events[-1] == "[DONE]"
+        assert len(answer.events) - 1 == chunks
 
     run(main)
 

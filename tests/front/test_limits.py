@@ -59,9 +59,10 @@ def test_a_body_of_unknown_length_is_counted_as_it_comes():
                 await asyncio.sleep(0.001)
             data = await asyncio.wait_for(client.reader.read(4096), 5)
             assert data.startswith(b"HTTP/1.1 413")
-            while not client.writer.is_closing():  # what was refused is not read for ever
-                client.writer.write(b"64\r\n" + b"x" * 100 + b"\r\n")
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(5):
+                while not client.writer.is_closing():  # what was refused is not read for ever
+                    client.writer.write(b"64\r\n" + b"x" * 100 + b"\r\n")
+                    await asyncio.sleep(0.001)
 
     run(main)
 

@@ -95,10 +95,18 @@ class Knowing:
         return Proposal(tokens)
 
 
-def open_device(source: Source, requests: Sequence[Request], proposer: Proposer | str | None, eos: int) -> TorchDevice:
-    """A device for these requests, without drafts or with the model's own ("own") or another proposer."""
+def open_device(
+    source: Source,
+    requests: Sequence[Request],
+    proposer: Proposer | str | None,
+    eos: int,
+    *,
+    page_tokens: int | None = None,
+) -> TorchDevice:
+    """A device for these requests, with no proposer, the model's own ("own") or another one."""
     pages = 1 + max(max(request.pages) for request in requests)
-    model = make_model(source, pages=pages, slabs=1 + max(r.slab for r in requests), chunk=320, max_tokens=512)
+    slabs = 1 + max(request.slab for request in requests)
+    model = make_model(source, page_tokens=page_tokens, pages=pages, slabs=slabs, chunk=320, max_tokens=512)
     return wrap(model, source, proposer, eos)
 
 
