@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import errno
-import inspect
 import math
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -307,7 +306,7 @@ async def run_link(frames: FrameStream, handle: Handler) -> None:
             while True:
                 batch = await frames.receive()
                 waiting = handle(batch)
-                if inspect.isawaitable(waiting):
+                if waiting is not None:
                     await waiting
         except EngineError as error:
             errors.append(error)

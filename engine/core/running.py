@@ -36,6 +36,7 @@ class Lineup:
         limits: int64[rows], completion tokens at which each ends.
         may_stop: bool[rows], where an id of the request's own may end it; None where that is nowhere.
         minima: rows whose ends are still forbidden, and the completion token from which they are not.
+        unknown: int64[rows] of -1, the input tokens of a step behind one with the same rows.
     """
 
     slots: Ints
@@ -46,6 +47,7 @@ class Lineup:
     limits: Ints
     may_stop: npt.NDArray[np.bool_] | None
     minima: tuple[tuple[int, int], ...]
+    unknown: Ints
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +89,11 @@ class Running:
         self._fresh: set[int] = set()
         self._num_gone = 0
         self._lineup: Lineup | None = None
+        # Of the present lineup: submitted steps that are not awaited, and steps until a row of it is planned to its end.
+        self._num_ahead = self._num_left = 0
+        # Of the lineup of the step awaited last: awaited steps in which no row of it comes to its limit.
+        self._awaited: Lineup | None = None
+        self._num_endless = 0
 
     def join(self, sequence: Sequence) -> None:
         """It runs from now on: `count` tokens are there, and `next_token` is the last of them."""
@@ -127,20 +134,25 @@ class Running:
 
     def plan(self, most: int) -> tuple[Lineup, DecodeRows] | None:
         """The rows of the next step, which count as submitted from now on; None when there are none."""
-        lineup = self._lineup = self._lineup or self._line_up(most)
+        lineup = self._lineup or self._line_up(most)
         slots = lineup.slots
         if not len(slots):
             return None
         planned = self._planned[slots]
         for row, minimum in lineup.minima:
             if planned[row] >= minimum:
-                lineup = self._lineup = self._line_up(most)
+                lineup = self._line_up(most)
                 break
-        tokens = np.where(planned > self._count[slots], -1, self._token[slots])
+        if self._num_ahead:
+            tokens = lineup.unknown
+        else:
+            tokens = np.where(planned > self._count[slots], -1, self._token[slots])
         rows = DecodeRows(lineup.roster, lineup.bases + planned, tokens)
         planned += 1
         self._planned[slots] = planned
-        if (planned >= lineup.limits).any():
+        self._num_ahead += 1
+        self._num_left -= 1
+        if not self._num_left:
             self._lineup = None
         return lineup, rows
 
@@ -150,27 +162,39 @@ class Running:
         requests, attempts = lineup.roster.requests, lineup.attempts
         released: list[Sequence] = []
         count = self._count[slots]
+        indices = count.astype(np.int32)
         count += 1
         self._count[slots] = count
         self._token[slots] = tokens
+        if lineup is self._lineup:
+            self._num_ahead -= 1
+        if lineup is not self._awaited:
+            self._awaited = lineup
+            self._num_endless = int((limits - count).min())
+        else:
+            self._num_endless -= 1
         if self._num_gone:
             is_gone = [self.sequences.get(sequence.key) is not sequence for sequence in sequences]
             if any(is_gone):
                 released = [s for s, gone in zip(sequences, is_gone, strict=True) if gone and self._count_off(s)]
                 kept = np.flatnonzero(~np.array(is_gone))
-                requests, attempts, count, tokens = requests[kept], attempts[kept], count[kept], tokens[kept]
+                requests, attempts, indices = requests[kept], attempts[kept], indices[kept]
+                count, tokens = count[kept], tokens[kept]
                 limits, may_stop = limits[kept], None if may_stop is None else may_stop[kept]
                 sequences = tuple(sequences[row] for row in kept.tolist())
-        new = NewTokens(requests, attempts, (count - 1).astype(np.int32), tokens, released=released)
+        new = NewTokens(requests, attempts, indices, tokens, released=released)
         if self._fresh:
             new.fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
             self._fresh.difference_update([sequence.slot for sequence in new.fresh])
-        may_end = count >= limits
+        may_end = may_stop
+        if self._num_endless <= 0:
+            is_full = count >= limits
+            may_end = is_full if may_end is None else may_end | is_full
         for end in eos_ids:
-            may_end |= tokens == end
-        if may_stop is not None:
-            may_end |= may_stop
-        if may_end.any():
+            is_end = tokens == end
+            if np.count_nonzero(is_end):
+                may_end = is_end if may_end is None else may_end | is_end
+        if may_end is not None:
             for row in np.flatnonzero(may_end).tolist():
                 sequence = sequences[row]
                 sampling = sequence.reserve.sampling
@@ -189,6 +213,7 @@ class Running:
         return True
 
     def _line_up(self, most: int) -> Lineup:
+        """A new lineup, which is the present one from now on."""
         everyone = list(self.sequences.values())
         slots = np.array([sequence.slot for sequence in everyone], np.int64)
         first = np.flatnonzero(self._planned[slots] < self._limit[slots])[:most]
@@ -207,16 +232,20 @@ class Running:
             tables=self._tables[slots, : max(map(len, pages), default=0)],
         )
         may_stop = np.array([bool(each.stop_ids) for each in sampling])
-        return Lineup(
+        limits, planned_to = self._limit[slots], self._planned[slots]
+        self._num_ahead, self._num_left = 0, int((limits - planned_to).min(initial=1 << 62))
+        self._lineup = Lineup(
             slots=slots,
             roster=roster,
             sequences=sequences,
             attempts=self._attempt[slots],
             bases=self._base[slots],
-            limits=self._limit[slots],
+            limits=limits,
             may_stop=may_stop if may_stop.any() else None,
             minima=tuple([(row, each.min_tokens) for row, each in enumerate(sampling) if each.min_tokens]),
+            unknown=np.full(len(slots), -1, np.int64),
         )
+        return self._lineup
 
     def _grow_slots(self) -> None:
         old = len(self._planned)

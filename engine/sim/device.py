@@ -62,6 +62,8 @@ class SimTicket:
     done_at: float = math.inf
     result: StepResult | None = None
     error: DeviceError | None = None
+    is_checked: bool = False
+    """The auditor has seen that it keeps to the bounds."""
     lot: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
 
 
@@ -320,8 +322,10 @@ class SimDevice:
                 return f"{end} tokens need more pages than the {len(pages)} given"
             if max(pages) >= info.num_pages or min(pages) < 0:
                 return f"page id outside the {info.num_pages} pages"
-        if plan.rows and (largest := int(plan.columns.tokens.max())) >= info.vocab_size:
-            return f"token id {largest} outside the vocabulary of {info.vocab_size}"
+        if plan.rows:
+            tokens = plan.columns.tokens
+            if np.count_nonzero(tokens >= info.vocab_size):
+                return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
         return None
 
     def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:

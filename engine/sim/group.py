@@ -140,19 +140,29 @@ class SimGroup:
             return
         seat.is_arrived, seat.since = True, now
         plan = ticket.plan
-        seat.step_rows = None if plan.is_empty else _rows_by_domain(plan, self.shape.domains)
-        rows = 0 if seat.step_rows is None else int(seat.step_rows.sum())
+        is_empty, rows = plan.is_empty, 0
+        seat.step_rows = None
+        if not is_empty:
+            seat.step_rows, rows = self._count_rows(seat, plan)
         experts = seat.experts
         join = max(experts.joined, circle.number)
-        seat.words = Words(
-            seat.generation, rows, int(not plan.is_empty), plan.idle, join, int(plan.stop), experts.ready
-        )
+        seat.words = Words(seat.generation, rows, int(not is_empty), plan.idle, join, int(plan.stop), experts.ready)
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):
             self._begin(circle)
         elif not circle.has_patience:
             circle.has_patience = True
             self._at(now + self.rules.exchange_s, self._look, circle)
+
+    def _count_rows(self, seat: Seat, plan: StepPlan) -> tuple[np.ndarray, int]:
+        """Rows of a step by domain, and all of them; counted once as long as the same sequences take part."""
+        if plan.chunks:
+            counts = _rows_by_domain(plan, self.shape.domains)
+            return counts, int(counts.sum())
+        roster = plan.columns.roster
+        if seat.counted is None or seat.counted[0] is not roster:
+            seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
+        return seat.counted[1:]
 
     def _look(self, circle: Circle) -> None:
         """Some have waited for others."""
@@ -181,9 +191,10 @@ class SimGroup:
         is_copying = any(seat.copy_s for seat in seats)
         for seat in seats:
             seat.copy_s = 0.0
-        expert_s = self._count_pairs(circle) if any(word.rows for word in words) else 0.0
+        has_rows = any([word.rows for word in words])
+        expert_s = self._count_pairs(circle) if has_rows else 0.0
         circle.ends_at = self._now() + dense_s + expert_s
-        if any(word.rows for word in words):
+        if has_rows:
             self.meters.step_s.add(dense_s + expert_s)
             if is_copying:
                 self.meters.copying_s.add(dense_s + expert_s)
@@ -286,8 +297,8 @@ class SimGroup:
         device.finish_first(done, drawn)
         if ticket.error is not None:
             return False
-        if rows is not None:
-            self.auditor.count_rows(seat, int(rows.sum()))
+        if rows is not None and seat.words is not None:
+            self.auditor.count_rows(seat, seat.words.rows)
             experts.rows += rows
             experts.steps += 1
         seat.last_step = (done.membership, done.step)
