@@ -1,7 +1,8 @@
 """Router: the table of requests in the head. It decides who computes what, and tells both ranks at once.
 
 The Router is a table with methods, not a task: clients' connections and ranks' links call it with what they received,
-it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came.
+it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came. Only
+tokens stay for a turn of the loop (see `forward`), and nothing that is said of their request overtakes them.
 
 A request's life here:
 
@@ -26,6 +27,7 @@ import msgspec
 import trio
 
 from engine.actors.admission import check_submission
+from engine.actors.forward import Forwarder
 from engine.actors.rows import RowTable
 from engine.actors.seats import Client, Entry, Part, Seat
 from engine.core.backlog import Backlog
@@ -77,6 +79,8 @@ class Router:
     def __init__(self, limits: RouterLimits) -> None:
         self._limits = limits
         self._rows = RowTable()
+        self.tokens = Forwarder(self._forward, self._blame)
+        """Tokens of ranks on their way to clients; the head runs it."""
         self._entries: dict[int, Entry] = {}
         self._clients: dict[int, Client] = {}
         self._seats: dict[int, Seat] = {}
@@ -119,6 +123,7 @@ class Router:
 
     def client_left(self, client: Client) -> None:
         """Its requests are aborted wherever they are; nobody waits for them any more."""
+        self.tokens.flush()
         del self._clients[client.key]
         client.dropped = True
         for number in list(client.request_to_number.values()):
@@ -225,7 +230,7 @@ class Router:
         for frame in frames:
             message = frame.message
             if isinstance(message, TokensEmitted):
-                self._forward(message, frame.blob)
+                self.tokens.add(rank, message, frame.blob)
             elif isinstance(message, RequestStarted):
                 self._started(rank, message)
             elif isinstance(message, RequestFinished):
@@ -258,6 +263,11 @@ class Router:
         for key, part, columns in self._rows.split(message, blob).parts:
             self._clients[key].tell(part, columns)
 
+    def _blame(self, rank: int, why: str) -> None:
+        seat = self._seats.get(rank)
+        if seat is not None:
+            seat.fault(why)
+
     def _started(self, rank: int, message: RequestStarted) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None:
@@ -276,6 +286,7 @@ class Router:
         if started is None:
             raise RemoteProtocolError(f"request {message.request} finished without a start")
         if entry.client is not None:
+            self.tokens.flush()
             self.num_finished += 1
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
@@ -435,6 +446,7 @@ class Router:
     def _forget_client(self, entry: Entry) -> None:
         """From here on nothing of the request reaches a client."""
         if entry.client is not None:
+            self.tokens.flush()
             del entry.client.request_to_number[entry.submit.request]
             entry.client = None
             self._rows.mute(entry.number)

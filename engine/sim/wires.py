@@ -33,11 +33,19 @@ class WireSpeed:
 class _Direction:
     """Bytes on their way from one end to the other."""
 
-    def __init__(self, clock: EventClock, name: str, speed: WireSpeed, tap: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self,
+        clock: EventClock,
+        name: str,
+        speed: WireSpeed,
+        tap: Callable[[str, bytes], None],
+        is_coy: Callable[[], bool],
+    ) -> None:
         self.name = name
         self.speed = speed
         self._clock = clock
         self._tap = tap
+        self._is_coy = is_coy
         self._flying: collections.deque[tuple[float, bytes]] = collections.deque()
         self._arrived: collections.deque[bytes] = collections.deque()
         self._num_bytes = 0
@@ -50,6 +58,14 @@ class _Direction:
         self.is_closed_by_reader = False
         self.sent_at = 0.0
 
+    def send_now(self, data: bytes) -> int:
+        """All of it, or nothing: where the sender would wait, where this end is closed, or where it so pleases."""
+        is_open = not self.is_closed_by_writer and not self.is_closed_by_reader
+        if not is_open or self._num_bytes > WINDOW_BYTES or self._is_coy():
+            return 0
+        self._begin(data)
+        return len(data)
+
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.is_closed_by_writer:
@@ -60,6 +76,9 @@ class _Direction:
                 raise trio.ClosedResourceError
         if self.is_closed_by_reader:
             raise trio.BrokenResourceError
+        self._begin(data)
+
+    def _begin(self, data: bytes) -> None:
         now = self._clock.now
         self.sent_at = now
         self._tap(self.name, data)
@@ -131,6 +150,9 @@ class CableEnd(trio.abc.Stream):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await self.out.send(bytes(data))
 
+    def send_now(self, data: bytes) -> int:
+        return self.out.send_now(data)
+
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
 
@@ -152,11 +174,21 @@ class CableEnd(trio.abc.Stream):
 
 
 def make_cable(
-    clock: EventClock, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed], tap: Callable[[str, bytes], None]
+    clock: EventClock,
+    one: str,
+    other: str,
+    speeds: tuple[WireSpeed, WireSpeed],
+    tap: Callable[[str, bytes], None],
+    is_coy: Callable[[], bool] = lambda: False,
 ) -> tuple[CableEnd, CableEnd]:
-    """Two connected ends, of the processes `one` and `other`. `tap` sees all bytes as they are sent."""
-    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap)
-    back = _Direction(clock, f"{other}>{one}", speeds[1], tap)
+    """Two connected ends, of the processes `one` and `other`.
+
+    Args:
+        tap: sees all bytes as they are sent.
+        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time.
+    """
+    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy)
+    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy)
     return CableEnd(forth, back), CableEnd(back, forth)
 
 

@@ -325,6 +325,7 @@ class World:
         self._names: dict[str, Life] = {}
         self._pairs: dict[str, tuple[Life, Life, FrameReader]] = {}
         self._num_cables = 0
+        self._send_rng = random.Random(f"sends {extra_seed}")
         self._plan_rng = random.Random(f"plans {extra_seed}")
         self._sums: dict[str, Callable[[bytes], int]] = {}
         self._requests = CableListener()
@@ -463,7 +464,11 @@ class World:
 
     def cable(self, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed]) -> tuple[CableEnd, CableEnd]:
         self._num_cables += 1
-        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap)
+        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, self._is_coy)
+
+    def _is_coy(self) -> bool:
+        """In small worlds half of all sends go the long way, by the writer's queue."""
+        return self.shape.is_thorough and self._send_rng.random() < 0.5
 
     def connect(self, name: str) -> tuple[CableEnd, tuple[WireSpeed, WireSpeed]]:
         """A client's connection to the head. Raises OSError if it does not accept."""
