@@ -160,7 +160,16 @@ class Inbox:
     def put(self, fact: Fact) -> None:
         """Adds a fact that this process made itself; never waits."""
         self._facts.append(fact)
-        self._news.unpark_all()
+        self.ring()
+
+    def add(self, fact: Fact) -> None:
+        """The same by somebody who takes it himself: nobody is woken."""
+        self._facts.append(fact)
+
+    def ring(self) -> None:
+        """Wakes the taker, whether there is a fact or not."""
+        if self._news:
+            self._news.unpark_all()
 
     async def put_frame(self, fact: HeadFrame | PeerFrame) -> None:
         """Adds a frame of another process, once there is room."""
@@ -175,10 +184,13 @@ class Inbox:
             self._room.unpark_all()
         return facts
 
-    async def wait(self, due: float = math.inf) -> None:
-        """Until there is a fact to take, or the alarm rings at the trio time `due`."""
+    def set_alarm(self, due: float) -> None:
+        """When the taker is woken at the latest, a trio time."""
         if self._alarm.deadline != due:
             self._alarm.deadline = due
+
+    async def wait(self) -> None:
+        """Until there is a fact to take, or somebody rings, as the alarm does."""
         if not self._facts:
             await self._news.park()
 

@@ -183,7 +183,7 @@ class StepResult:
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
-        row_tokens: per decode row, the sampled token; an `array.array` where the device has them as a column.
+        row_tokens: per decode row, the sampled token; a `memoryview` of int32 where the device has them as a column.
         device_us: time the device worked on it, microseconds (its own measure). In a group, waiting for others is
             part of it.
         group: the group's step that it was computed in; None for a rank without a group.

@@ -134,14 +134,14 @@ class Running:
 
     def plan(self, most: int) -> tuple[Lineup, DecodeRows] | None:
         """The rows of the next step, which count as submitted from now on; None when there are none."""
-        lineup = self._lineup or self._line_up(most)
+        lineup = self._lineup or self._renew(most)
         slots = lineup.slots
         if not len(slots):
             return None
         planned = self._planned[slots]
         for row, minimum in lineup.minima:
             if planned[row] >= minimum:
-                lineup = self._line_up(most)
+                lineup = self._renew(most)
                 break
         if self._num_ahead:
             tokens = lineup.unknown
@@ -152,7 +152,7 @@ class Running:
         self._planned[slots] = planned
         self._num_ahead += 1
         self._num_left -= 1
-        if not self._num_left:
+        if self._num_left <= 0:
             self._lineup = None
         return lineup, rows
 
@@ -192,7 +192,7 @@ class Running:
             may_end = is_full if may_end is None else may_end | is_full
         for end in eos_ids:
             is_end = tokens == end
-            if np.count_nonzero(is_end):
+            if b"\x01" in is_end.tobytes():  # a fifth of what `any` costs
                 may_end = is_end if may_end is None else may_end | is_end
         if may_end is not None:
             for row in np.flatnonzero(may_end).tolist():
@@ -212,8 +212,14 @@ class Running:
         self._free.append(sequence.slot)
         return True
 
-    def _line_up(self, most: int) -> Lineup:
+    def _renew(self, most: int) -> Lineup:
         """A new lineup, which is the present one from now on."""
+        lineup = self._lineup = self._line_up(most)
+        left = lineup.limits - self._planned[lineup.slots]
+        self._num_ahead, self._num_left = 0, int(left.min()) if len(left) else 0
+        return lineup
+
+    def _line_up(self, most: int) -> Lineup:
         everyone = list(self.sequences.values())
         slots = np.array([sequence.slot for sequence in everyone], np.int64)
         first = np.flatnonzero(self._planned[slots] < self._limit[slots])[:most]
@@ -232,20 +238,17 @@ class Running:
             tables=self._tables[slots, : max(map(len, pages), default=0)],
         )
         may_stop = np.array([bool(each.stop_ids) for each in sampling])
-        limits, planned_to = self._limit[slots], self._planned[slots]
-        self._num_ahead, self._num_left = 0, int((limits - planned_to).min(initial=1 << 62))
-        self._lineup = Lineup(
+        return Lineup(
             slots=slots,
             roster=roster,
             sequences=sequences,
             attempts=self._attempt[slots],
             bases=self._base[slots],
-            limits=limits,
+            limits=self._limit[slots],
             may_stop=may_stop if may_stop.any() else None,
             minima=tuple([(row, each.min_tokens) for row, each in enumerate(sampling) if each.min_tokens]),
             unknown=np.full(len(slots), -1, np.int64),
         )
-        return self._lineup
 
     def _grow_slots(self) -> None:
         old = len(self._planned)

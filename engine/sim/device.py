@@ -478,12 +478,17 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slabs["length"] += 1
     slabs["last"] = drawn
     slabs["chain"] = grown
-    told: list[Sequence[int]] = []
+    told = memoryview(drawn.astype(np.int32))
+    page_words, slab_words = _words(pages), _words(slabs)
     for (device, rows), units, (start, end) in zip(steps, ids, spans, strict=True):
-        device._page_tags[units] = pages[start:end]
-        device._slab_tags[rows.roster.slabs] = slabs[start:end]
-        told.append(array("i", drawn[start:end].tobytes()))
-    return told
+        device._page_words[units] = page_words[start:end]
+        device._slab_words[rows.roster.slabs] = slab_words[start:end]
+    return [told[start:end] for start, end in spans]
+
+
+def _words(tags: np.ndarray) -> np.ndarray:
+    """The same as numbers, a line each."""
+    return tags.view(np.int64).reshape(len(tags), -1)
 
 
 def _join(columns: list[np.ndarray]) -> np.ndarray:
