@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import trio
 
@@ -27,14 +28,12 @@ INBOX_FACTS = 4096
 """Facts that may wait before readers wait."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeadFrame:
+class HeadFrame(NamedTuple):
     message: Message
     blob: memoryview
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerFrame:
+class PeerFrame(NamedTuple):
     link: int
     message: Message
     blob: memoryview
@@ -87,8 +86,7 @@ class PagesRead:
     checksums: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(NamedTuple):
     result: StepResult
 
 

@@ -65,9 +65,9 @@ class NewTokens:
     attempts: npt.NDArray[np.int32]
     indices: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
-    fresh: list[Sequence] = dataclasses.field(default_factory=list)
-    ended: list[tuple[Sequence, FinishReason]] = dataclasses.field(default_factory=list)
-    released: list[Sequence] = dataclasses.field(default_factory=list)
+    fresh: list[Sequence]
+    ended: list[tuple[Sequence, FinishReason]]
+    released: list[Sequence]
 
 
 class Running:
@@ -182,7 +182,7 @@ class Running:
                 count, tokens = count[kept], tokens[kept]
                 limits, may_stop = limits[kept], None if may_stop is None else may_stop[kept]
                 sequences = tuple(sequences[row] for row in kept.tolist())
-        new = NewTokens(requests, attempts, indices, tokens, released=released)
+        new = NewTokens(requests, attempts, indices, tokens, [], [], released)
         if self._fresh:
             new.fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
             self._fresh.difference_update([sequence.slot for sequence in new.fresh])

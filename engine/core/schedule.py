@@ -101,8 +101,8 @@ class Applied:
         rows: the tokens of live rows, and what they mean; None for a step without rows.
     """
 
-    chunks: list[tuple[Prompt, int | None, int, bool]] = dataclasses.field(default_factory=list)
-    rows: NewTokens | None = None
+    chunks: list[tuple[Prompt, int | None, int, bool]]
+    rows: NewTokens | None
 
 
 def plan_step(state: Schedule, limits: StepLimits) -> StepPlan | None:
@@ -131,7 +131,7 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
     num_rows = 0 if flight.lineup is None else len(flight.lineup.slots)
     if num_rows != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
-    applied = Applied()
+    applied = Applied([], None)
     for (prompt, num_ids, is_last), sampled in zip(flight.chunks, result.chunk_tokens, strict=True):
         if is_last and sampled is None:
             raise LocalProtocolError(f"step {result.step}: no token sampled after the last chunk of {prompt.key}")

@@ -30,6 +30,7 @@ from engine.core.pact import GroupStep
 from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError
 from engine.ports import DeviceInfo, ExpertSlots
+from engine.sim.bell import Bell
 from engine.sim.costs import FlatCosts
 from engine.sim.text import EOS, Words, append_chain, append_chains, draw, draw_many, extend_chain, seed_mix
 from engine.sim.violation import Violation
@@ -64,7 +65,8 @@ class SimTicket:
     error: DeviceError | None = None
     is_checked: bool = False
     """The auditor has seen that it keeps to the bounds."""
-    lot: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
+    over: Bell = dataclasses.field(default_factory=Bell)
+    """Rung when it is over, or broken off."""
 
 
 class Place(Protocol):
@@ -146,6 +148,7 @@ class SimDevice:
         # The same as numbers: those are joined without a look at the fields.
         self._page_words = self._page_tags.view(np.int64).reshape(-1, _PAGE.size // 8)
         self._slab_words = self._slab_tags.view(np.int64).reshape(-1, _SLAB.size // 8)
+        self._whole = b""
         self._cast = _Cast(None)
         self._free_at = 0.0
         self._why_dead = ""
@@ -207,11 +210,22 @@ class SimDevice:
         return ticket
 
     async def wait(self, ticket: SimTicket) -> StepResult:
-        if self._place is not None:
-            await self._wait_in_place(self._place, ticket)
+        place = self._place
+        if place is not None:
+            # Until the step is over, or broken off.
+            if ticket.result is not None or ticket.error is not None:
+                await trio.lowlevel.checkpoint()
+            while ticket.result is None and ticket.error is None:
+                broken = place.take_break(ticket)
+                if broken is not None:
+                    raise broken
+                await ticket.over.wait()
+            broken = place.take_break(ticket)
+            if broken is not None:
+                raise broken
         elif ticket.result is None and ticket.error is None:
             if self._group is not None:
-                await ticket.lot.park()
+                await ticket.over.wait()
             else:
                 await self._sleep_until(ticket.done_at)
             while self.queue and self.queue[0].done_at <= ticket.done_at and ticket.done_at < math.inf:
@@ -222,19 +236,6 @@ class SimDevice:
             raise ticket.error
         assert ticket.result is not None
         return ticket.result
-
-    async def _wait_in_place(self, place: Place, ticket: SimTicket) -> None:
-        """Until the step is over, or broken off: raises GroupBroken then."""
-        if ticket.result is not None or ticket.error is not None:
-            await trio.lowlevel.checkpoint()
-        while ticket.result is None and ticket.error is None:
-            broken = place.take_break(ticket)
-            if broken is not None:
-                raise broken
-            await ticket.lot.park()
-        broken = place.take_break(ticket)
-        if broken is not None:
-            raise broken
 
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         num_pages = self.info.num_pages
@@ -264,7 +265,7 @@ class SimDevice:
         while self.queue:
             ticket = self.queue.popleft()
             ticket.error = error
-            ticket.lot.unpark_all()
+            ticket.over.ring()
 
     # ------------------------------------------------------------ the "model"
 
@@ -293,7 +294,7 @@ class SimDevice:
         else:
             self._why_dead = self._why_dead or f"step {ticket.step} failed on the device: {why}"
             ticket.error = DeviceError(f"step {ticket.step}: {self._why_dead}")
-        ticket.lot.unpark_all()
+        ticket.over.ring()
 
     @property
     def runs_together(self) -> bool:
@@ -379,17 +380,23 @@ class SimDevice:
         if not index:
             self._read_history(rows[at], chain)
             return
-        tags = self._page_tags[rows.roster.tables[at, :index]]
-        after = tags["after"]
+        words = self._page_words[rows.roster.tables[at, :index]]
+        befores, afters = words[:, 2] & 0xFFFFFFFF, words[:, 2] >> 32 & 0xFFFFFFFF
+        # Bytes are compared in one call each; these arrays are far too small for numpy to be quick.
         is_right = (
-            (tags["request"] == rows.roster.requests[at])
-            & (tags["index"] == np.arange(index))
-            & (tags["filled"] == self.info.page_tokens)
+            words[:, 0].tobytes() == int(rows.roster.requests[at]).to_bytes(8, "little") * index
+            and words[:, 1].tobytes() == self._whole_pages(index)
+            and befores[1:].tobytes() == afters[:-1].tobytes()
         )
-        is_right[1:] &= tags["before"][1:] == after[:-1]
-        if tags["before"][0] or after[-1] != chain or not is_right.all():
+        if not is_right or befores[0] or afters[-1] != chain:
             self._read_history(rows[at], chain)
             raise AssertionError(f"the history of {rows[at]} looks wrong, and is not")
+
+    def _whole_pages(self, count: int) -> bytes:
+        """The second words of the tags of a sequence's first pages, all full."""
+        if len(self._whole) < 8 * count:
+            self._whole = (np.arange(2 * count) | self.info.page_tokens << 32).astype("<i8").tobytes()
+        return self._whole[: 8 * count]
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
         """All pages of a row that begins one: an unbroken chain, which ends at the slab's checksum."""

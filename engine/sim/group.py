@@ -342,7 +342,7 @@ class SimGroup:
         told = GroupBroken(circle.number, circle.step, lost.rank, lost.why, overdue=lost.overdue)
         seat.breaks.append((ticket, told))
         if ticket is not None:
-            ticket.lot.unpark_all()
+            ticket.over.ring()
         if seat.experts.joined > seat.number:
             self._enter(seat)
         else:

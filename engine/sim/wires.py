@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import trio
 
+from engine.sim.bell import Bell
 from engine.sim.seeded import EventClock
 
 WINDOW_BYTES = 256 << 10
@@ -52,7 +53,7 @@ class _Direction:
         self._free_at = 0.0
         self._last_arrival = 0.0
         self._is_scheduled = False
-        self._readers = trio.lowlevel.ParkingLot()
+        self._reader = Bell()
         self._writers = trio.lowlevel.ParkingLot()
         self.is_closed_by_writer = False
         self.is_closed_by_reader = False
@@ -104,7 +105,7 @@ class _Direction:
         if self.speed.held_until <= now:
             while self._flying and self._flying[0][0] <= now:
                 self._arrived.append(self._flying.popleft()[1])
-            self._readers.unpark_all()
+            self._reader.ring()
         if self._flying:
             self._schedule()
 
@@ -113,7 +114,7 @@ class _Direction:
         while not self._arrived:
             if self.is_closed_by_reader:
                 raise trio.ClosedResourceError
-            await self._readers.park()
+            await self._reader.wait()
         data = self._arrived[0]
         if not data:
             return b""  # the end stays
@@ -133,7 +134,7 @@ class _Direction:
         if not self.is_closed_by_reader:
             self.is_closed_by_reader = True
             self._arrived.clear()
-            self._readers.unpark_all()
+            self._reader.ring()
             self._writers.unpark_all()
 
     @property
