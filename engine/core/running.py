@@ -84,6 +84,8 @@ class Running:
         self._attempt = np.zeros(_FIRST_SLOTS, np.int32)
         self._slab = np.zeros(_FIRST_SLOTS, np.int64)
         self._base = np.zeros(_FIRST_SLOTS, np.int64)
+        self._least = np.zeros(_FIRST_SLOTS, np.int64)
+        self._may_stop = np.zeros(_FIRST_SLOTS, np.bool_)
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._fresh: set[int] = set()
@@ -105,6 +107,7 @@ class Running:
         self._limit[slot], self._slab[slot] = sequence.limit, sequence.slab
         self._request[slot], self._attempt[slot] = sequence.key
         self._base[slot] = sequence.prompt_tokens - 1
+        self._least[slot], self._may_stop[slot] = sequence.sampling.min_tokens, bool(sequence.sampling.stop_ids)
         if len(sequence.pages) > self._tables.shape[1]:
             more = max(len(sequence.pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
             self._tables = np.pad(self._tables, ((0, 0), (0, more)))
@@ -225,9 +228,10 @@ class Running:
         first = np.flatnonzero(self._planned[slots] < self._limit[slots])[:most]
         slots = slots[first]
         sequences = tuple([everyone[row] for row in first.tolist()])
-        for sequence, planned in zip(sequences, self._planned[slots].tolist(), strict=True):
-            if sequence.sampling.min_tokens:
-                sequence.sampling = sampling_at(sequence.sampling, planned)
+        for row in np.flatnonzero(self._least[slots]).tolist():
+            sequence, slot = sequences[row], int(slots[row])
+            sequence.sampling = sampling_at(sequence.sampling, int(self._planned[slot]))
+            self._least[slot] = sequence.sampling.min_tokens
         pages = tuple([sequence.pages for sequence in sequences])
         sampling = tuple([sequence.sampling for sequence in sequences])
         roster = Roster(
@@ -237,7 +241,7 @@ class Running:
             sampling=sampling,
             tables=self._tables[slots, : max(map(len, pages), default=0)],
         )
-        may_stop = np.array([bool(each.stop_ids) for each in sampling])
+        may_stop, least = self._may_stop[slots], self._least[slots]
         return Lineup(
             slots=slots,
             roster=roster,
@@ -246,13 +250,15 @@ class Running:
             bases=self._base[slots],
             limits=self._limit[slots],
             may_stop=may_stop if may_stop.any() else None,
-            minima=tuple([(row, each.min_tokens) for row, each in enumerate(sampling) if each.min_tokens]),
+            minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]),
             unknown=np.full(len(slots), -1, np.int64),
         )
 
     def _grow_slots(self) -> None:
         old = len(self._planned)
-        for name in ("planned", "count", "token", "limit", "request", "attempt", "slab", "base"):
+        for name in (
+            "planned", "count", "token", "limit", "request", "attempt", "slab", "base", "least", "may_stop",
+        ):  # fmt: skip
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))
         self._free.extend(range(2 * old - 1, old - 1, -1))

@@ -66,8 +66,10 @@ class TokenBuffer:
         if not is_plain and len(set(requests.tolist())) < num_rows:
             num_rows, num_tokens, blob = pack_tokens(_gather_rows(columns))
             return TokensEmitted(step, num_rows, num_tokens), blob
-        attempts, indices, tokens = [column.astype("<i4", copy=False).tobytes() for column in columns[1:]]
-        blob = b"".join((requests.astype("<i8", copy=False).tobytes(), attempts, indices, _ONE * num_rows, tokens))
+        if sys.byteorder == "big":
+            columns = (requests.byteswap(), columns[1].byteswap(), columns[2].byteswap(), columns[3].byteswap())
+        longs, attempts, indices, tokens = [column.tobytes() for column in columns]
+        blob = b"".join((longs, attempts, indices, _ONE * num_rows, tokens))
         return TokensEmitted(step, num_rows, num_rows), blob
 
     def _join_singles(self) -> None:

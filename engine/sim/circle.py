@@ -82,6 +82,8 @@ class Circle:
         self.finishers: list[Seat] | None = None
         self.stalled_since: float | None = None
         self.ends_at = 0.0
+        self.sound_at = -1.0
+        """When all slots were last looked at, under the epochs that are active."""
 
 
 class Seat:

@@ -183,7 +183,7 @@ class SimGroup:
         circle.is_running = True
         circle.arrived.sort(key=lambda seat: seat.place)
         seats = circle.arrived
-        self.auditor.begin(self, circle)
+        self.auditor.begin(self, circle, is_sound=circle.sound_at == self._now())
         words = [seat.words for seat in seats if seat.words is not None]
         circle.agreed = agree(words, circle.active, circle.number, self.rules.idle_steps)
         # As if a step's exchanges waited for the copies on the same link.
@@ -246,6 +246,7 @@ class SimGroup:
         agreed = circle.agreed
         assert agreed is not None
         self.auditor.end(self, circle, seats)
+        circle.sound_at = now if agreed.active == circle.active else -1.0
         circle.is_running, circle.finishers, circle.stalled_since = False, None, None
         circle.arrived = []
         done = GroupStep(circle.number, circle.step, circle.active, agreed.park, agreed.stop)

@@ -109,12 +109,21 @@ class _Direction:
         if self._flying:
             self._schedule()
 
-    async def receive(self) -> bytes:
-        await trio.lowlevel.checkpoint_if_cancelled()
+    @property
+    def is_waiting(self) -> bool:
+        """Nothing has arrived yet."""
+        return not self._arrived
+
+    async def wait(self) -> None:
+        """Until something has arrived."""
         while not self._arrived:
             if self.is_closed_by_reader:
+                await trio.lowlevel.checkpoint_if_cancelled()
                 raise trio.ClosedResourceError
             await self._reader.wait()
+
+    def take(self) -> bytes:
+        """The oldest that has arrived; nothing at the end."""
         data = self._arrived[0]
         if not data:
             return b""  # the end stays
@@ -158,7 +167,12 @@ class CableEnd(trio.abc.Stream):
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return await self.into.receive()
+        into = self.into
+        if into.is_waiting:
+            await into.wait()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        return into.take()
 
     async def aclose(self) -> None:
         self.cut()
