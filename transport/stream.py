@@ -1,10 +1,10 @@
 """FrameStream: frames over one `trio.abc.Stream`, safe to cancel at every await.
 
 Who may do what: one task receives, one task runs `run_writer` and is the only one that waits for the stream to take
-bytes, any task may `post` or `send`. While the writer has nothing to do, posting gives the stream what it takes at once,
-without a wait: then no task need run for a frame. What it does not take is queued for the writer, and so is all that
-comes while something is queued. The writer works behind a shield: when it is cancelled no more frames are taken, and it
-has a grace period to get out what is queued.
+bytes, any task may `post` or `send`. While the writer has nothing to do, posting gives the stream what it takes at
+once, without a wait: then no task need run for a frame. What it does not take is queued for the writer, and so is all
+that comes while something is queued. The writer works behind a shield: when it is cancelled no more frames are taken,
+and it has a grace period to get out what is queued.
 Only if that ends, or the peer does not read for `stall_s`, is a frame torn; then the connection is broken on this side
 and the peer sees an end of stream inside a frame.
 

@@ -8,7 +8,6 @@ since each is bounded by what was started.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 

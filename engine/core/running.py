@@ -91,7 +91,7 @@ class Running:
         self._fresh: set[int] = set()
         self._num_gone = 0
         self._lineup: Lineup | None = None
-        # Of the present lineup: submitted steps that are not awaited, and steps until a row of it is planned to its end.
+        # Of the present lineup: submitted steps that are not awaited; steps until a row of it is planned to its end.
         self._num_ahead = self._num_left = 0
         # Of the lineup of the step awaited last: awaited steps in which no row of it comes to its limit.
         self._awaited: Lineup | None = None

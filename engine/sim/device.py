@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import math
 import struct
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -485,7 +484,7 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slabs["length"] += 1
     slabs["last"] = drawn
     slabs["chain"] = grown
-    told = memoryview(drawn.astype(np.int32))
+    told = drawn.astype(np.int32).data
     page_words, slab_words = _words(pages), _words(slabs)
     for (device, rows), units, (start, end) in zip(steps, ids, spans, strict=True):
         device._page_words[units] = page_words[start:end]

@@ -191,7 +191,7 @@ class SimGroup:
         is_copying = any(seat.copy_s for seat in seats)
         for seat in seats:
             seat.copy_s = 0.0
-        has_rows = any([word.rows for word in words])
+        has_rows = any(word.rows for word in words)
         expert_s = self._count_pairs(circle) if has_rows else 0.0
         circle.ends_at = self._now() + dense_s + expert_s
         if has_rows:
