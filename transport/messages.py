@@ -609,7 +609,8 @@ class AskStatus(Message, frozen=True):
 
 class RankStatus(Message, frozen=True):
     """One rank as the head sees it. `state`: starting, joining, ready, draining, lost, restarting. A rank of a
-    group is joining until its group steps with it."""
+    group is joining until its group steps with it. `draining` and a `phase` of `drained`: an operator has drained it,
+    and it has nothing left."""
 
     rank: U31
     role: Role
@@ -621,6 +622,13 @@ class RankStatus(Message, frozen=True):
     """Since its last snapshot or start-up message."""
     restarts: U31
     snapshot: RankSnapshot | None
+    phase_done: U53 = 0
+    """Of a rank that starts: RankStarting's count, its total and its unit, and how long the phase runs."""
+    phase_total: U53 = 0
+    phase_unit: Name = ""
+    phase_ms: U53 = 0
+    reason: Text = ""
+    """Why it is drained, lost or restarting, if that is known."""
 
 
 class StatusReport(Message, frozen=True):
@@ -642,6 +650,10 @@ class StatusReport(Message, frozen=True):
     """Ended by their clients, as at a stop string; not among `failed`."""
     degraded: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()
     """It serves, but not as it should: one sentence each (a group without a member, a balancer without progress)."""
+    is_stopping: bool = False
+    """No new requests: the engine drains, and then ends."""
+    waiting_limit: U31 = 0
+    """How many may wait."""
 
 
 class Shutdown(Message, frozen=True):
@@ -756,6 +768,12 @@ class PartReport(Message, frozen=True):
     took_counts: Annotated[tuple[U53, ...], msgspec.Meta(max_length=16)] = ()
     """How many of these took at most each of `REBALANCE_BOUNDS_MS` and more than the one before; the last: longer than
     all. Empty: none has ended."""
+    plan_age_limit_ms: U53 = 0
+    """A plan older than this is not applied."""
+    next_check_ms: U53 = 0
+    """Until auto looks at the loads again; 0: it does not."""
+    done_text: Text = ""
+    """What runs, in words, with who began it."""
 
 
 class ExpertsReport(Message, frozen=True):
@@ -791,6 +809,202 @@ class Refused(Message, frozen=True):
     """An answer to anything that is not allowed on this link or in this state."""
 
     message: Text
+
+
+# ---------------------------------------------------------------- what a console asks for
+
+
+LATENCY_BOUNDS_US: tuple[int, ...] = tuple(round(100 * 1.25**n) for n in range(64))
+"""Upper bounds of latency histograms, 100 us to 127 s, each 1.25 times the one before: a percentile of merged counts is
+within 12 % of the truth. Counts have one more place, for what is above all."""
+
+Counts = Annotated[tuple[U53, ...], msgspec.Meta(max_length=65)]
+"""How many fell into each bucket since the head started. Empty: none."""
+
+
+class AskTraffic(Message, frozen=True):
+    """Reads only. Answered by TrafficReport."""
+
+
+class TrafficReport(Message, frozen=True):
+    """Totals of the head since it started, all growing: rates and percentiles of any stretch are differences of two."""
+
+    at_ms: U53
+    """On the head's clock that never goes back."""
+    accepted: U53
+    refused: U53
+    finished: U53
+    failed: U53
+    cancelled: U53
+    prompt_tokens: U53
+    """Of started attempts, the cached ones included."""
+    cached_tokens: U53
+    generated_tokens: U53
+    waiting: U31
+    waiting_tokens: U53
+    running: U31
+    ttft: Counts
+    """Accepted until the head had the first token of the first attempt."""
+    itl: Counts
+    """Between two turns of a decode rank that brought tokens, once for each token row of the later one."""
+    handoff: Counts
+    """`RequestFinished.handoff_us`."""
+    ttft_limit_us: U53 = 0
+    """What the operator set under `[slo]`; 0: nothing."""
+    itl_limit_us: U53 = 0
+
+
+class AskRequests(Message, frozen=True):
+    """Reads only. Answered by RequestsReport."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    older_ms: U53
+    """Only what was accepted at least so long ago."""
+
+
+RequestState = Literal["queued", "prefill", "decode", "stopping"]
+"""`queued`: no rank has it yet; `prefill`: computed and pushed; `decode`: its first token was said; `stopping`: it was
+cancelled or given up, and its ranks still have to say so."""
+
+
+class RequestRow(Message, frozen=True):
+    """One request that has not ended. Ranks are -1 while there is none."""
+
+    request: U53
+    """The head's number, which CancelRequests takes."""
+    client: Name
+    label: Name
+    state: RequestState
+    age_ms: U53
+    """Since it was accepted."""
+    state_ms: U53
+    attempt: U31
+    prompt_tokens: U31
+    cached_tokens: U31
+    generated: U31
+    max_tokens: U31
+    prefill_rank: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+    decode_rank: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+    queue_us: U53 = 0
+    """These three as `Timings` has them; 0 until it has started."""
+    prefill_us: U53 = 0
+    push_us: U53 = 0
+
+
+class RequestsReport(Message, frozen=True):
+    """The oldest requests first. `total`: all that match, of which `rows` may be the oldest `limit`."""
+
+    total: U53
+    rows: Annotated[tuple[RequestRow, ...], msgspec.Meta(max_length=4096)]
+
+
+class AskHeat(Message, frozen=True):
+    """Reads only. Answered by HeatReport, or by Refused if there is no such part. `layer`: whose slots to tell."""
+
+    pool: Role
+    group: U31
+    part: Part
+    layer: U31
+
+
+class HeatReport(Message, frozen=True):
+    """Loads of one part of one group. n ranks in the order of `PartReport.ranks`, s slots each. Blob: little-endian
+
+        rank load   float32[n, layers]    expert rows per step at that rank, of the layer's mean over ranks; 1 is even
+        hottest     int32[n, layers]      expert with the highest load per replica on that rank; -1: it has none
+        slots       int32[n, s]           of `layer`: the expert in each slot, -1: empty
+        next slots  int32[n, s]           the same after the last plan, where `has_plan`; else the same again
+        load        float32[experts]      of `layer`: rows per step that gates send there, of the mean over experts
+        moved       uint8[n, s]           of `layer`: 1 where the last re-placement that was carried out put the expert
+    """
+
+    pool: Role
+    group: U31
+    part: Part
+    layer: U31
+    layers: U31
+    experts: U31
+    ranks: U31
+    slots_per_rank: U31
+    has_plan: bool
+    steps: U53
+    """Steps that the load window has seen; 0: all loads are zeros."""
+    us_per_row: Figure
+    """Time of one expert row, so that (load - mean) has a price; 0: not measured yet."""
+    rows_per_step: Figure
+    """Mean expert rows per step of one rank in one layer."""
+
+
+class PairCounts(Message, frozen=True):
+    """A prefill rank's pushes by decode rank, with each of its snapshots. Blob: columns of `count` rows, little-endian:
+    decode rank int32, bytes int64 and pushes int64 since this life began, in flight int32, failed int32, p99 of the
+    last pushes in microseconds int32."""
+
+    rank: U31
+    generation: U31
+    count: U31
+
+
+class AskLinks(Message, frozen=True):
+    """Reads only. Answered by LinksReport."""
+
+
+class LinksReport(Message, frozen=True):
+    """What living prefill ranks have pushed to whom. Blob: columns of `count` rows, little-endian: prefill rank int32,
+    its generation int32, then the columns of PairCounts."""
+
+    count: U31
+
+
+class WatchEvents(Message, frozen=True):
+    """From now on the head sends EventsHappened on this connection, unasked; at once what it still has after `after`
+    (0: all). Once for a connection."""
+
+    after: U53
+
+
+class HeadEvent(Message, frozen=True):
+    """One line of the head's log. `name` is dotted and stable, `text` has its fields for people."""
+
+    seq: U53
+    """From 1, without gaps."""
+    at_ms: U53
+    """Since 1970, of the head's host."""
+    level: Literal["info", "warning", "error"]
+    name: Name
+    text: Text
+
+
+class EventsHappened(Message, frozen=True):
+    """`lost`: events before these that the head no longer has."""
+
+    lost: U53
+    events: Annotated[tuple[HeadEvent, ...], msgspec.Meta(max_length=256)]
+
+
+class SetDrain(Message, frozen=True):
+    """Admin socket only: no new requests for these ranks (`drain`), or new ones again. What they have is finished; they
+    stay up and step with their groups. Answered by ActDone or Refused."""
+
+    ranks: Annotated[tuple[U31, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    drain: bool
+    host: Name
+    reason: Text
+
+
+class CancelRequests(Message, frozen=True):
+    """Admin socket only: ends these requests (`RequestRow.request`) as their clients could. Answered by ActDone or
+    Refused."""
+
+    requests: Annotated[tuple[U53, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    host: Name
+    reason: Text
+
+
+class ActDone(Message, frozen=True):
+    """What was done, in words."""
+
+    done: Text
 
 
 KIND_TO_MESSAGE: dict[int, type[Message]] = {
@@ -850,6 +1064,20 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     89: EpochFlipped,
     90: EpochWithdrawn,
     91: EpochReclaimed,
+    92: PairCounts,
+    100: AskTraffic,
+    101: TrafficReport,
+    102: AskRequests,
+    103: RequestsReport,
+    104: AskHeat,
+    105: HeatReport,
+    106: AskLinks,
+    107: LinksReport,
+    108: WatchEvents,
+    109: EventsHappened,
+    110: SetDrain,
+    111: CancelRequests,
+    112: ActDone,
 }
 MESSAGE_TO_KIND: dict[type[Message], int] = {message: kind for kind, message in KIND_TO_MESSAGE.items()}
 
@@ -860,7 +1088,7 @@ CLIENT_FROM_HEAD: frozenset[type[Message]] = frozenset(
 )
 HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
     {
-        *(RankHello, RankStarting, RankReady, RankSnapshot, WriterOverdue),
+        *(RankHello, RankStarting, RankReady, RankSnapshot, WriterOverdue, PairCounts),
         *(RequestStarted, TokensEmitted, RequestFinished, RequestFailed, RequestAborted),
         *(GroupPrepared, GroupJoined, AskWake, PeerAccused, ExpertLoads),
         *(SlotsCopied, CopyFailed, EpochReady, EpochFlipped, EpochWithdrawn, EpochReclaimed),
@@ -874,7 +1102,15 @@ RANK_FROM_HEAD: frozenset[type[Message]] = frozenset(
 )
 DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset({PeerHello, PagesPushed, PrefillCommitted, EpochEnded})
 PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
-HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset({AskStatus, Shutdown, AskExperts, Rebalance})
+HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset(
+    {
+        *(AskStatus, AskExperts, AskTraffic, AskRequests, AskHeat, AskLinks, WatchEvents),
+        *(Shutdown, Rebalance, SetDrain, CancelRequests),
+    }
+)
 OPERATOR_FROM_HEAD: frozenset[type[Message]] = frozenset(
-    {StatusReport, ShutdownAccepted, Refused, ExpertsReport, RebalanceAnswer}
+    {
+        *(StatusReport, ExpertsReport, TrafficReport, RequestsReport, HeatReport, LinksReport, EventsHappened),
+        *(ShutdownAccepted, Refused, RebalanceAnswer, ActDone),
+    }
 )

@@ -27,6 +27,15 @@ FRAME_VERSION = 1
 """Version of the header and of the two-part body. What the messages say has `messages.PROTOCOL_VERSION`."""
 
 META_LIMIT = 64 << 10
+REPORT_LIMIT = 4 << 20
+META_LIMITS: dict[type[Message], int] = {
+    messages.StatusReport: REPORT_LIMIT,
+    messages.ExpertsReport: REPORT_LIMIT,
+    messages.RebalanceAnswer: REPORT_LIMIT,
+    messages.RequestsReport: REPORT_LIMIT,
+    messages.EventsHappened: REPORT_LIMIT,
+}
+"""Bytes of a meta by message: what a head tells operators grows with ranks and requests. All others: META_LIMIT."""
 STR_LIMIT = 16 << 10
 """Bytes of one string: 4,096 characters (`messages.Text`) of at most four bytes."""
 ARRAY_LIMIT = 4096
@@ -46,6 +55,9 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.PrepareEpoch: 16 << 20,
     messages.SlotsCopied: 1 << 20,
     messages.ExpertLoads: 1 << 20,
+    messages.PairCounts: 1 << 20,
+    messages.LinksReport: 16 << 20,
+    messages.HeatReport: 16 << 20,
 }
 """Blob bytes by message; a message that is not here has no blob."""
 _INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill})
@@ -55,6 +67,9 @@ _BLOB_BYTES: dict[type[Message], Callable[[Any], int]] = {
     messages.SlotsCopied: lambda m: 4 * m.count,
     messages.ExpertLoads: lambda m: 4 * m.layers * m.experts,
     messages.PrepareEpoch: lambda m: 4 * (m.places * m.slots + 6 * m.copies + 2 * m.released),
+    messages.PairCounts: lambda m: 32 * m.count,
+    messages.LinksReport: lambda m: 40 * m.count,
+    messages.HeatReport: lambda m: m.ranks * (8 * m.layers + 9 * m.slots_per_rank) + 4 * m.experts,
     messages.NameGroup: lambda m: (
         4 * sum(len(m.members) * part.slots for part in m.parts) + sum(member.description_bytes for member in m.members)
     ),
@@ -134,8 +149,9 @@ def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
 
 
 def _check_lengths(cls: type[Message], meta_len: int, blob_len: int) -> str | None:
-    if meta_len > META_LIMIT:
-        return f"{cls.__name__}: meta of {meta_len} bytes (limit {META_LIMIT})"
+    limit = META_LIMITS.get(cls, META_LIMIT)
+    if meta_len > limit:
+        return f"{cls.__name__}: meta of {meta_len} bytes (limit {limit})"
     limit = BLOB_LIMITS.get(cls, 0)
     if blob_len > limit:
         return f"{cls.__name__}: blob of {blob_len} bytes (limit {limit})"
@@ -218,6 +234,12 @@ class FrameReader:
             pending = self._hi - self._lo
             self._ring[:pending] = self._ring[self._lo : self._hi]
             self._lo, self._hi = 0, pending
+        if self._hi == len(self._ring):
+            # A meta longer than the ring: doubling follows what really came, here too.
+            self._ring = self._ring[self._lo : self._hi] + bytes(2 * len(self._ring) - self._hi + self._lo)
+            self._hi -= self._lo
+            self._lo = 0
+            self._view = memoryview(self._ring)
         return self._view[self._hi :]
 
     def received(self, n: int) -> None:

@@ -24,6 +24,11 @@ class PrefillChunk:
         tokens: little-endian int32 ids as bytes; a whole number of pages, but for the last chunk.
         pages: page ids of the sequence in order, at least up to the chunk's end.
         sample: set on the last chunk only: sample the token that follows it. `sample.min_tokens` > 0 as in DecodeRow.
+        seen: with `sample.has_penalties`: all ids of the request, as bytes, of which the last `generated` are tokens of
+            earlier attempts. The slab's counts are made from them.
+        targets: where the request asks for its prompt's log-probabilities: the ids that follow each id of the chunk,
+            as far as they are the prompt's; else None.
+        target_tops: likeliest ids to tell at each of them.
     """
 
     request: int
@@ -32,6 +37,10 @@ class PrefillChunk:
     tokens: memoryview
     pages: tuple[int, ...]
     sample: Sampling | None
+    seen: memoryview | None = None
+    generated: int = 0
+    targets: memoryview | None = None
+    target_tops: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +81,8 @@ class Roster:
         requests, slabs: int64[rows].
         pages, sampling: of each row, as in DecodeRow.
         tables: int64[rows, widest], the page ids, filled up with zeros.
+        ends: int64[rows], the position at which each sequence's last token would stand, which is never computed: no row
+            may have a position of so much, drafted ones included. None: nobody drafts.
     """
 
     requests: Ints
@@ -79,6 +90,7 @@ class Roster:
     pages: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
     tables: Ints
+    ends: Ints | None = None
 
 
 def build_roster(
@@ -96,7 +108,7 @@ class DecodeRows(Sequence[DecodeRow]):
 
     Attributes:
         roster: who takes part.
-        positions: int64[rows].
+        positions: int64[rows]; -1 where only the device knows: a step before it may have brought several tokens.
         tokens: int64[rows], -1 where the token is None.
     """
 
@@ -159,6 +171,9 @@ class StepPlan:
             have some.
         idle: pact word: steps in a row, this one included, without rows or another reason to go on.
         stop: pact word: nothing is left to do here and the head wants the rank to end.
+        drafts: drafted tokens that the device may verify in each decode row of this step, and is to propose for the
+            next; 0 for none. A row has fewer near its end, and none while its `min_tokens` holds or where nothing was
+            proposed.
     """
 
     step: int
@@ -166,6 +181,7 @@ class StepPlan:
     rows: Sequence[DecodeRow]
     idle: int = 0
     stop: bool = False
+    drafts: int = 0
 
     @property
     def columns(self) -> DecodeRows:
@@ -178,15 +194,41 @@ class StepPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of tokens, before any processing, as columns.
+
+    Attributes:
+        rows: int64[n], ascending: which rows, chunks or positions they belong to.
+        logprobs: float32[n].
+        places: int32[n], among the likeliest ids, from 1.
+        counts: int32[n], how many likeliest ids each has below.
+        top_ids, top_logprobs: int32 and float32[sum(counts)], of each the likeliest first.
+    """
+
+    rows: Ints
+    logprobs: npt.NDArray[np.float32]
+    places: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
     """What came out.
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
-        row_tokens: per decode row, the sampled token; a `memoryview` of int32 where the device has them as a column.
+        row_tokens: per decode row, the sampled token; a `memoryview` of int32 where the device has them as a
+            column. With drafts all new tokens of each row, one row after the other.
+        row_counts: with drafts, how many of them each row has: at least 1, but 0 for a row whose sequence had reached
+            its end on the device. None: one each.
+        row_proposed: with drafts, how many drafted tokens were verified in each row; `row_counts - 1` of them held.
         device_us: time the device worked on it, microseconds (its own measure). In a group, waiting for others is
             part of it.
         group: the group's step that it was computed in; None for a rank without a group.
+        row_scores, chunk_scores: of sampled tokens whose `sampling.logprobs` asks for it; None where nobody does.
+        target_scores: (chunk, scores of its targets by position) for chunks that have some.
     """
 
     step: int
@@ -194,3 +236,8 @@ class StepResult:
     row_tokens: Sequence[int]
     device_us: int
     group: GroupStep | None = None
+    row_scores: Scores | None = None
+    chunk_scores: Scores | None = None
+    target_scores: tuple[tuple[int, Scores], ...] = ()
+    row_counts: Sequence[int] | None = None
+    row_proposed: Sequence[int] | None = None

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.model.layers import Weights
-from engine.model.shapes import ModelShape, load_shape
+from engine.model.shapes import LayerRole, ModelShape, load_shape
 
-Store = Literal["bf16", "fp32", "fp8", "fp4", "rows"]
+Store = Literal["bf16", "fp32", "fp8", "fp4", "rows", "ids"]
 
 # Columns that share one scale, in experts and n-gram rows.
 GROUP = 32
@@ -53,16 +53,23 @@ def tensor_specs(shape: ModelShape) -> dict[str, TensorSpec]:
         "head.weight": TensorSpec((shape.vocab_size, shape.hidden), "bf16"),
         "norm.weight": TensorSpec((shape.hidden,), "bf16"),
     }
+    if not shape.shifts_pre:
+        specs.update(_collapse_specs(shape, ""))
     for role in shape.layer_roles:
         prefix = f"layers.{role.index}"
         specs.update(_block_specs(shape, prefix, shape.num_experts))
+        if role.is_hashed:
+            del specs[f"{prefix}.ffn.gate.bias"]
+            specs[f"{prefix}.ffn.gate.tid2eid"] = TensorSpec((shape.vocab_size, shape.top_k), "ids")
         if role.is_kv_source:
-            specs[f"{prefix}.attn.compressor.wkv.weight"] = TensorSpec((shape.head_dim, shape.hidden), "bf16")
-            specs[f"{prefix}.attn.compressor.norm.weight"] = TensorSpec((shape.head_dim,), "bf16")
-            if role.ratio > 1:
-                specs[f"{prefix}.attn.compressor.wgate.weight"] = TensorSpec((shape.head_dim, shape.hidden), "bf16")
-            specs[f"{prefix}.attn.indexer.wk.weight"] = TensorSpec((shape.index_dim, shape.head_dim), "bf16")
-            specs[f"{prefix}.attn.indexer.k_norm.weight"] = TensorSpec((shape.index_dim,), "bf16")
+            specs.update(_compressor_specs(shape, f"{prefix}.attn.compressor", role, shape.head_dim))
+            if role.attends_to_all:
+                pass
+            elif shape.pools_keys:
+                specs.update(_compressor_specs(shape, f"{prefix}.attn.indexer.compressor", role, shape.index_dim))
+            else:
+                specs[f"{prefix}.attn.indexer.wk.weight"] = TensorSpec((shape.index_dim, shape.head_dim), "bf16")
+                specs[f"{prefix}.attn.indexer.k_norm.weight"] = TensorSpec((shape.index_dim,), "bf16")
         if role.is_index_source:
             width = shape.index_heads * shape.index_dim
             specs[f"{prefix}.attn.indexer.wq_b.weight"] = TensorSpec((width, shape.q_rank), "fp8")
@@ -77,6 +84,30 @@ def tensor_specs(shape: ModelShape) -> dict[str, TensorSpec]:
             specs[f"{prefix}.q_weight"] = TensorSpec((shape.num_streams, shape.hidden), "bf16")
             specs[f"{prefix}.k_weight"] = TensorSpec((shape.num_streams, shape.hidden), "bf16")
     specs.update(_drafter_specs(shape))
+    specs.update(_predict_specs(shape))
+    return specs
+
+
+def _collapse_specs(shape: ModelShape, prefix: str) -> dict[str, TensorSpec]:
+    """Coefficients that collapse the streams for a head."""
+    return {
+        f"{prefix}hc_head_fn": TensorSpec((shape.num_streams, shape.stream_width), "fp32"),
+        f"{prefix}hc_head_base": TensorSpec((shape.num_streams,), "fp32"),
+        f"{prefix}hc_head_scale": TensorSpec((1,), "fp32"),
+    }
+
+
+def _compressor_specs(shape: ModelShape, prefix: str, role: LayerRole, width: int) -> dict[str, TensorSpec]:
+    """What pools `width` channels."""
+    rows = width * (2 if role.overlaps else 1)
+    specs = {
+        f"{prefix}.wkv.weight": TensorSpec((rows, shape.hidden), "bf16"),
+        f"{prefix}.norm.weight": TensorSpec((width,), "bf16"),
+    }
+    if role.ratio > 1:
+        specs[f"{prefix}.wgate.weight"] = TensorSpec((rows, shape.hidden), "bf16")
+    if shape.biases_gates:
+        specs[f"{prefix}.ape"] = TensorSpec((role.ratio, rows), "fp32")
     return specs
 
 
@@ -102,6 +133,8 @@ def _block_specs(shape: ModelShape, prefix: str, num_experts: int) -> dict[str, 
         f"{prefix}.ffn.shared_experts.w3.weight": TensorSpec((shared, d), "fp8"),
         f"{prefix}.ffn.shared_experts.w2.weight": TensorSpec((d, shared), "fp8"),
     }
+    if not shape.has_image_bias:
+        del specs[f"{prefix}.ffn.gate.bias_vl"]
     for sublayer in ("attn", "ffn"):
         specs[f"{prefix}.hc_{sublayer}_fn"] = TensorSpec((shape.hyper_width, shape.stream_width), "fp32")
         specs[f"{prefix}.hc_{sublayer}_base"] = TensorSpec((shape.hyper_width,), "fp32")
@@ -125,9 +158,34 @@ def _drafter_specs(shape: ModelShape) -> dict[str, TensorSpec]:
     specs["mtp.0.main_proj.weight"] = TensorSpec((d, len(drafter.target_layers) * d), "bf16")
     specs["mtp.0.main_norm.weight"] = TensorSpec((d,), "bf16")
     specs[f"{last}.norm.weight"] = TensorSpec((d,), "bf16")
-    specs[f"{last}.markov_head.embed.weight"] = TensorSpec((shape.vocab_size, rank), "bf16")
-    specs[f"{last}.markov_head.head.weight"] = TensorSpec((shape.vocab_size, rank), "bf16")
+    for name in markov_names(shape):
+        specs[name] = TensorSpec((shape.vocab_size, rank), "bf16")
+    if not shape.shifts_pre:
+        specs.update(_collapse_specs(shape, f"{last}."))
     specs[f"{last}.confidence_head.proj.weight"] = TensorSpec((1, d + rank), "fp32")
+    return specs
+
+
+def markov_names(shape: ModelShape) -> tuple[str, str]:
+    """Of the drafter's Markov factors: from the previous token, and to the logits. V4 numbers them."""
+    assert shape.drafter is not None
+    stem = f"mtp.{shape.drafter.num_stages - 1}.markov_head"
+    first, second = ("embed", "head") if shape.shifts_pre else ("markov_w1", "markov_w2")
+    return f"{stem}.{first}.weight", f"{stem}.{second}.weight"
+
+
+def _predict_specs(shape: ModelShape) -> dict[str, TensorSpec]:
+    """Layers that predict ahead (MTP): a window-only block behind two projections, with a head norm of its own."""
+    specs: dict[str, TensorSpec] = {}
+    d = shape.hidden
+    for layer in range(shape.num_predict_layers):
+        prefix = f"mtp.{layer}"
+        specs.update(_block_specs(shape, prefix, shape.num_experts))
+        for name in ("e_proj", "h_proj"):
+            specs[f"{prefix}.{name}.weight"] = TensorSpec((d, d), "fp8")
+        for name in ("enorm", "hnorm", "norm"):
+            specs[f"{prefix}.{name}.weight"] = TensorSpec((d,), "bf16")
+        specs.update(_collapse_specs(shape, f"{prefix}."))
     return specs
 
 
@@ -166,7 +224,8 @@ def load_checkpoint(
             if stacked is not None and not experts:
                 continue
             tensor = _read(name, spec, shape, get, names)
-            tensor = tensor.to(torch.float32 if spec.store == "fp32" else dtype)
+            if spec.store != "ids":
+                tensor = tensor.to(torch.float32 if spec.store == "fp32" else dtype)
             if stacked is None:
                 weights[name] = tensor
                 continue
@@ -285,6 +344,15 @@ def _read(
     wanted = (*spec.shape[:-1], spec.shape[-1] // 2) if packed else spec.shape
     if tuple(stored.shape) != wanted:
         raise ConfigError(f"tensor {name} must have shape {list(wanted)}, found {list(stored.shape)}")
+    if spec.store == "ids":
+        if stored.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(f"tensor {name} must be stored as int32 or int64, found {stored.dtype}")
+        if len(stored) and not 0 <= int(stored.min()) <= int(stored.max()) < shape.num_experts:
+            raise ConfigError(
+                f"tensor {name} must name experts 0 to {shape.num_experts - 1}, found {int(stored.min())} to "
+                f"{int(stored.max())}"
+            )
+        return stored.to(torch.int64)
     has_scale = name.endswith(".weight") and scale_name(name) in names
     if stored.dtype in _FLOATS:
         if has_scale:

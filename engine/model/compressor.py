@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,59 +20,123 @@ from engine.model.tiles import TileLinear, norm_rows, pad_rows
 
 
 @dataclasses.dataclass(frozen=True)
+class Pooling:
+    """Makes one row of a plane out of the raw rows of a group of tokens.
+
+    Attributes:
+        norm: float32[width], over the pooled row.
+        eps: of the norm.
+        pool: ring of raw rows; None for ratio 1, where the raw row is the pooled one.
+        overlaps: an entry pools the group before its own too, each with a half of its own.
+        bias: float32[ratio, gate channels], added to gates by position in the group; None for none.
+    """
+
+    norm: Tensor
+    eps: float
+    pool: Pool | None
+    overlaps: bool
+    bias: Tensor | None
+
+    def close(self, tables: StepTables, raw: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
+        """Store the pass's raw rows, and pool those of the entries that it closes.
+
+        Args:
+            tables: the pass.
+            raw: float32[rows, width] latents for ratio 1, else float32[rows, 2 * width] (latents, then gates), twice as
+                wide where entries overlap.
+            first: int64[closing], position of each entry's first token.
+
+        Returns:
+            float32[closing padded to tiles, width], normed and not rotated; None where nothing closes.
+        """
+        if self.pool is None:
+            return norm_rows(pad_rows(raw), self.eps, self.norm)
+        if self.bias is not None:
+            raw = raw.clone()
+            within = torch.from_numpy(tables.batch.positions % self.pool.ratio)
+            raw[:, raw.shape[1] // 2 :] += self.bias.index_select(0, within)
+        groups = tables.pool_rows(self.pool, raw)
+        if len(groups) == 0:
+            return None
+        if self.overlaps:
+            groups = join_halves(groups, self.pool.ratio, torch.from_numpy(first == 0))
+        return norm_rows(pad_rows(pool_groups(groups)), self.eps, self.norm)
+
+
+@dataclasses.dataclass(frozen=True)
 class Compressor:
     """Weights and places of one KV source layer.
 
+    Index keys are projected from the pooled entry (`to_key`, `key_norm`), or pooled from rows of their own
+    (`key_pooling`), or there are none: then every visible entry is attended to.
+
     Attributes:
         ratio: tokens per entry.
-        norm: float32[head_dim].
+        pooling: of entries.
+        entry_plane, key_plane: where results go.
         to_key: [index_dim, head_dim], from the unrotated latent.
         key_norm: float32[index_dim].
-        eps: of the norms.
-        entry_plane, key_plane: where results go.
-        pool: ring of raw rows; None for ratio 1.
+        key_pooling: of keys.
     """
 
     ratio: int
-    norm: Tensor
-    to_key: TileLinear
-    key_norm: Tensor
-    eps: float
+    pooling: Pooling
     entry_plane: Plane
-    key_plane: Plane
-    pool: Pool | None
+    key_plane: Plane | None
+    to_key: TileLinear | None = None
+    key_norm: Tensor | None = None
+    key_pooling: Pooling | None = None
 
-    def write(self, arena: Arena, tables: StepTables, raw: Tensor, turns: Tensor) -> None:
+    def write(self, arena: Arena, tables: StepTables, raw: Tensor, key_raw: Tensor, turns: Tensor) -> None:
         """Compute and store what this pass closes.
 
         Args:
             arena: written into.
             tables: the pass.
-            raw: float32[rows, head_dim] latents for ratio 1, else float32[rows, 2 * head_dim], latents then gates.
+            raw: of the entries, see `Pooling.close`.
+            key_raw: of the keys; without columns where they are not pooled.
             turns: complex64[positions, rope_dim / 2], the rotary table of compressed layers.
         """
         closing = tables.closing[self.ratio]
-        if self.pool is None:
-            latent = raw
-        else:
-            groups = tables.pool_rows(self.pool, raw)
-            if len(closing) == 0:
-                return
-            latent = pool_groups(groups)
-        latent = norm_rows(pad_rows(latent), self.eps, self.norm)
-        keys = norm_rows(self.to_key(latent), self.eps, self.key_norm)
+        latent = self.pooling.close(tables, raw, closing.first)
+        keys = self.key_pooling.close(tables, key_raw, closing.first) if self.key_pooling is not None else None
+        count = len(closing)
+        if latent is None or count == 0:
+            return
+        if self.to_key is not None and self.key_norm is not None:
+            keys = norm_rows(self.to_key(latent), self.pooling.eps, self.key_norm)
         first = np.zeros(len(latent), np.int64)
-        first[: len(closing)] = closing.first
+        first[:count] = closing.first
         turn = turns.index_select(0, torch.from_numpy(first))
         rotate(latent, turn)
-        rotate(keys, turn)
-        count = len(closing)
         arena.rows.index_copy_(0, closing.entry_places(arena, self.entry_plane), latent[:count].to(arena.rows.dtype))
-        arena.flat.put_(closing.key_places(arena, self.key_plane, keys.shape[1]), keys[:count].to(arena.flat.dtype))
+        if keys is not None and self.key_plane is not None:
+            rotate(keys, turn)
+            places = closing.key_places(arena, self.key_plane, keys.shape[1])
+            arena.flat.put_(places, keys[:count].to(arena.flat.dtype))
+
+
+def join_halves(groups: Tensor, ratio: int, is_first: Tensor) -> Tensor:
+    """What overlapping entries pool: of the group before the first half of each channel pair, of the own the second.
+
+    Args:
+        groups: float32[closing, 2 * ratio, 4 * width]: latents (two halves), gates (two halves).
+        ratio: tokens in a group.
+        is_first: bool[closing], entries with no group before theirs.
+
+    Returns:
+        float32[closing, 2 * ratio, 2 * width], latents and gates; rows that do not exist have latent 0 and gate -inf.
+    """
+    parts = groups.unflatten(-1, (2, 2, -1))
+    before, own = parts[:, :ratio, :, 0].clone(), parts[:, ratio:, :, 1]
+    # What stands there may be anything, NaN included.
+    before[is_first, :, 0] = 0
+    before[is_first, :, 1] = -torch.inf
+    return torch.cat((before, own), 1).flatten(-2)
 
 
 def pool_groups(groups: Tensor) -> Tensor:
-    """Softmax-weighted sum per channel: float32[closing, ratio, 2 * width] (latents, gates) to [closing, width]."""
+    """Softmax-weighted sum per channel: float32[closing, pooled, 2 * width] (latents, gates) to [closing, width]."""
     latent, gate = groups.chunk(2, -1)
     share = gate.softmax(1)
     total = share[:, 0] * latent[:, 0]

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.model.checkpoint import markov_names
 from engine.model.experts import Routing, feed_forward
-from engine.model.hyper import coefficients, collapse, expand, first_pre
+from engine.model.hyper import coefficients, collapse, expand, first_pre, head_pre
 from engine.model.layers import (
     WeightMap,
     linear,
@@ -104,7 +105,8 @@ def run_block(
     for stage in range(drafter.num_stages):
         prefix = f"mtp.{stage}"
         mixing = coefficients(weights, f"{prefix}.hc_attn", shape, streams)
-        x = rms_norm(collapse(streams, pre), weights[f"{prefix}.attn_norm.weight"], shape.norm_eps)
+        x = collapse(streams, pre if shape.shifts_pre else mixing.pre)
+        x = rms_norm(x, weights[f"{prefix}.attn_norm.weight"], shape.norm_eps)
         query, _ = project_query(weights, f"{prefix}.attn", shape, x, rotary)
         own = project_window(weights, f"{prefix}.attn", shape, x, rotary)
         heads = _attend_block(query, own, context[stage], visible, weights[f"{prefix}.attn.attn_sink"])
@@ -112,11 +114,14 @@ def run_block(
         pre = mixing.pre
 
         mixing = coefficients(weights, f"{prefix}.hc_ffn", shape, streams)
-        x = rms_norm(collapse(streams, pre), weights[f"{prefix}.ffn_norm.weight"], shape.norm_eps)
+        x = collapse(streams, pre if shape.shifts_pre else mixing.pre)
+        x = rms_norm(x, weights[f"{prefix}.ffn_norm.weight"], shape.norm_eps)
         output, routing = feed_forward(weights, f"{prefix}.ffn", shape, x, drafter.top_k)
         streams = expand(streams, output, mixing)
         pre = mixing.pre
         routings.append(routing)
+    if not shape.shifts_pre:
+        pre = head_pre(weights, f"mtp.{drafter.num_stages - 1}.", shape, streams)
     return collapse(streams, pre), tuple(routings)
 
 
@@ -140,14 +145,12 @@ def base_logits(weights: WeightMap, shape: ModelShape, hidden: Tensor) -> Tensor
 
 def markov_embedding(weights: WeightMap, shape: ModelShape, previous: Tensor) -> Tensor:
     """Low-rank embedding of the previous token: int64[...] to float[..., rank]."""
-    last = drafter_of(shape).num_stages - 1
-    return F.embedding(previous, weights[f"mtp.{last}.markov_head.embed.weight"])
+    return F.embedding(previous, weights[markov_names(shape)[0]])
 
 
 def markov_bias(weights: WeightMap, shape: ModelShape, embedded: Tensor) -> Tensor:
     """Logit bias of the previous token's embedding: float32[..., vocab]."""
-    last = drafter_of(shape).num_stages - 1
-    return linear(embedded, weights[f"mtp.{last}.markov_head.head.weight"]).float()
+    return linear(embedded, weights[markov_names(shape)[1]]).float()
 
 
 def confidence_logit(weights: WeightMap, shape: ModelShape, hidden: Tensor, embedded: Tensor) -> Tensor:

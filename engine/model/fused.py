@@ -7,8 +7,9 @@ input are stacked. The stored checkpoint stays what it is; these are float32 cop
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from engine.model.compressor import Compressor
+from engine.model.compressor import Compressor, Pooling
 from engine.model.kv import KvLayout, Plane
 from engine.model.layers import WeightMap
 from engine.model.memory import Memory
@@ -21,7 +22,11 @@ class Layer:
     """Weights of one layer.
 
     The input product yields, side by side: low-rank query, window row, then (KV source) latent and, for ratio > 1,
-    gate, then (index source) the heads' weights. The query product yields heads, then index heads.
+    gate, then the same of pooled index keys, then (index source) the heads' weights. The query product yields heads,
+    then index heads.
+
+    Attributes that are not weights:
+        raw_width, key_raw_width: columns of the raw rows of entries and of pooled keys.
     """
 
     def __init__(
@@ -34,24 +39,27 @@ class Layer:
         norm = weights[f"{prefix}.attn_norm.weight"].float()
         parts = [weights[f"{attn}.wq_a.weight"], weights[f"{attn}.wkv.weight"]]
         self.compressor: Compressor | None = None
-        self.raw_width = 0
+        self.raw_width = self.key_raw_width = 0
         if role.is_kv_source:
-            parts.append(weights[f"{attn}.compressor.wkv.weight"])
-            self.raw_width = shape.head_dim
-            if role.ratio > 1:
-                parts.append(weights[f"{attn}.compressor.wgate.weight"])
-                self.raw_width *= 2
-            self.compressor = Compressor(
-                ratio=role.ratio,
-                norm=weights[f"{attn}.compressor.norm.weight"].float(),
-                to_key=TileLinear(weights[f"{attn}.indexer.wk.weight"]),
-                key_norm=weights[f"{attn}.indexer.k_norm.weight"].float(),
-                eps=shape.norm_eps,
-                entry_plane=find_plane(layout, role.index, "entry"),
-                key_plane=find_plane(layout, role.index, "key"),
-                pool=next((pool for pool in layout.pools if pool.layer == role.index), None),
-            )
-        query = [weights[f"{attn}.wq_b.weight"].float() * shape.head_dim**-0.5]
+            selects = not role.attends_to_all
+            pooling, columns = _pooling(weights, f"{attn}.compressor", shape, role, layout, "entry")
+            parts += columns
+            self.raw_width = sum(len(part) for part in columns)
+            key_plane = find_plane(layout, role.index, "key") if selects else None
+            entry_plane = find_plane(layout, role.index, "entry")
+            if selects and shape.pools_keys:
+                keys, columns = _pooling(weights, f"{attn}.indexer.compressor", shape, role, layout, "key")
+                parts += columns
+                self.key_raw_width = sum(len(part) for part in columns)
+                self.compressor = Compressor(role.ratio, pooling, entry_plane, key_plane, key_pooling=keys)
+            elif selects:
+                to_key = TileLinear(weights[f"{attn}.indexer.wk.weight"])
+                key_norm = weights[f"{attn}.indexer.k_norm.weight"].float()
+                self.compressor = Compressor(role.ratio, pooling, entry_plane, key_plane, to_key, key_norm)
+            else:
+                self.compressor = Compressor(role.ratio, pooling, entry_plane, None)
+        # A query whose heads are normed afterwards takes its scale there.
+        query = [weights[f"{attn}.wq_b.weight"].float() * (1.0 if shape.norms_query else shape.head_dim**-0.5)]
         if role.is_index_source:
             scale = (shape.index_dim * shape.index_heads) ** -0.5
             parts.append(weights[f"{attn}.indexer.weights_proj.weight"].float() * scale)
@@ -64,14 +72,16 @@ class Layer:
         self.project_out = TileLinear(weights[f"{attn}.wo_b.weight"])
         if role.ratio and role.kv_source is not None:
             self.entry_plane = find_plane(layout, role.kv_source, "entry")
-            self.key_plane = find_plane(layout, role.kv_source, "key")
+            if not role.attends_to_all:
+                self.key_plane = find_plane(layout, role.kv_source, "key")
 
         ffn = f"{prefix}.ffn"
         norm = weights[f"{prefix}.ffn_norm.weight"].float()
         wide = [weights[f"{ffn}.{name}.weight"] for name in ("gate", "shared_experts.w1", "shared_experts.w3")]
         self.project_ffn = TileLinear(torch.cat([part.float() for part in wide]) * norm)
         self.shared_out = TileLinear(weights[f"{ffn}.shared_experts.w2.weight"])
-        self.bias = weights[f"{ffn}.gate.bias"].float().numpy()
+        self.bias = None if role.is_hashed else weights[f"{ffn}.gate.bias"].float().numpy()
+        self.experts_by_token = weights[f"{ffn}.gate.tid2eid"].sort(-1).values.numpy() if role.is_hashed else None
         self.experts: ExpertBank | None = None
         if with_experts:
             w1, w3, w2 = (weights[f"{ffn}.experts.{name}"] for name in ("w1", "w3", "w2"))
@@ -79,6 +89,18 @@ class Layer:
         self.mix_attn = HyperConnection(weights, f"{prefix}.hc_attn", shape)
         self.mix_ffn = HyperConnection(weights, f"{prefix}.hc_ffn", shape)
         self.memory = Memory(weights, f"{prefix}.engram", shape) if role.has_engram else None
+
+
+def _pooling(
+    weights: WeightMap, prefix: str, shape: ModelShape, role: LayerRole, layout: KvLayout, kind: str
+) -> tuple[Pooling, list[Tensor]]:
+    """One compressor, and its columns of the input product."""
+    columns = [weights[f"{prefix}.wkv.weight"]]
+    if role.ratio > 1:
+        columns.append(weights[f"{prefix}.wgate.weight"])
+    pool = next((pool for pool in layout.pools if pool.layer == role.index and pool.kind == kind), None)
+    bias = weights[f"{prefix}.ape"].float() if shape.biases_gates else None
+    return Pooling(weights[f"{prefix}.norm.weight"].float(), shape.norm_eps, pool, role.overlaps, bias), columns
 
 
 def find_plane(layout: KvLayout, layer: int, kind: str) -> Plane:

@@ -2,7 +2,8 @@
 
 Owns the coefficients (pre, post, combination), the Sinkhorn normalisation and the two applications. In V4.1 a
 sublayer is collapsed with the *previous* sublayer's pre ("shifted"), so the caller carries `pre` from one sublayer to
-the next, starting from `first_pre`. All coefficients are float32, also under autocast.
+the next, starting from `first_pre`; in V4 with its own, and the head has coefficients for itself (`head_pre`). All
+coefficients are float32, also under autocast.
 
 Source: manifold-constrained hyper-connections; here the norm is applied to the projection instead of to the streams,
 which is the same number and lets the projection start early.
@@ -74,6 +75,22 @@ def coefficients(weights: WeightMap, prefix: str, shape: ModelShape, streams: Te
     post = 2 * torch.sigmoid(mixed[..., n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (mixed[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
     return Coefficients(pre, post, sinkhorn(logits, shape.sinkhorn_iterations, shape.hyper_eps))
+
+
+def head_pre(weights: WeightMap, prefix: str, shape: ModelShape, streams: Tensor) -> Tensor:
+    """Weights of the collapse before a head that has its own: float32[..., streams].
+
+    Args:
+        weights: vendor-named tensors; reads `{prefix}hc_head_fn`, `_base`, `_scale`.
+        prefix: empty for the target's, `mtp.0.` for a layer that predicts ahead.
+        shape: the model.
+        streams: float[..., streams, hidden], after the last layer.
+    """
+    flat = streams.flatten(-2).float()
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + shape.norm_eps)
+    mixed = linear32(flat, weights[f"{prefix}hc_head_fn"]) * inverse_rms
+    scale, base = weights[f"{prefix}hc_head_scale"].float(), weights[f"{prefix}hc_head_base"].float()
+    return torch.sigmoid(mixed * scale + base) + shape.hyper_eps
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """KvLayout and Arena: where every byte of a sequence's state lives.
 
-A page holds `page_tokens` tokens of every compressed family (main entries and index keys of each KV source layer), one
-plane after the other, contiguous across layers: one page is one transfer descriptor. A state slab holds what does not
-grow: the window ring of every layer and drafter stage, the rings of raw compressor rows, the trailing token ids and the
-token that was sampled last. Everything in a slab is addressed by position (`position % ring`), and rings have room for
-`SPARE_ROWS` positions beyond what attention reads, so a rejected draft is overwritten and never rolled back, and a step
-of so few positions that is run again writes the same bytes (for a longer one see passes.py).
+A page holds `page_tokens` tokens of every compressed family (main entries of each KV source layer, and index keys where
+entries are selected), one plane after the other, contiguous across layers: one page is one transfer descriptor. A state
+slab holds what does not grow: the window ring of every layer and drafter stage, the rings of raw compressor rows, the
+trailing token ids and the token that was sampled last. Everything in a slab is addressed by position (`position %
+ring`), and rings have room for `SPARE_ROWS` positions beyond what attention reads, so a rejected draft is overwritten
+and never rolled back, and a step of so few positions that is run again writes the same bytes (for a longer one see
+passes.py).
 
 The arena is one allocation: the run of pages, the run of slabs, then a private tail that no peer sees (a row of zeros
 that masked reads are sent to, and the staging rows of a prefill chunk). It is read and written as a table of equally
@@ -73,14 +74,18 @@ class Pool:
 
     Attributes:
         layer: the layer that writes it.
+        kind: what they are pooled to.
         ratio: tokens per entry, at least 2.
+        pooled: rows that an entry is made of: `ratio`, or twice as many where entries overlap.
         ring: positions kept.
         width: float32 numbers in a row.
         offset: bytes from the slab's start.
     """
 
     layer: int
+    kind: Literal["entry", "key"]
     ratio: int
+    pooled: int
     ring: int
     width: int
     offset: int
@@ -137,12 +142,12 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
     """
     item = _DTYPES[dtype].itemsize
     entry_bytes, key_bytes = shape.head_dim * item, shape.index_dim * item
-    pool_width = 2 * shape.head_dim
-    unit = math.lcm(PLANE_ALIGN, entry_bytes, key_bytes, pool_width * 4)
+    rings = _plan_pools(shape)
+    unit = math.lcm(PLANE_ALIGN, entry_bytes, key_bytes, *(pool.width * 4 for pool in rings))
     planes: list[Plane] = []
     offset = 0
-    for kind, row_bytes in (("entry", entry_bytes), ("key", key_bytes)):
-        for layer in shape.kv_sources:
+    for kind, row_bytes, sources in (("entry", entry_bytes, shape.kv_sources), ("key", key_bytes, shape.key_sources)):
+        for layer in sources:
             ratio = shape.layer_roles[layer].ratio
             if page_tokens % ratio or page_tokens < ratio:
                 raise ConfigError(f"page_tokens must be a multiple of {ratio} (layer {layer}), found {page_tokens}")
@@ -153,17 +158,13 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
     page_bytes = _align(max(offset, 1), unit)
 
     ring = shape.window + SPARE_ROWS
-    window_layers = shape.num_layers + (shape.drafter.num_stages if shape.drafter else 0)
+    window_layers = shape.num_layers + shape.num_draft_layers
     offset = window_layers * ring * entry_bytes
     pools: list[Pool] = []
-    for layer in shape.kv_sources:
-        ratio = shape.layer_roles[layer].ratio
-        if ratio == 1:
-            continue
-        offset = _align(offset, math.lcm(PLANE_ALIGN, pool_width * 4))
-        pool_ring = _align(ratio + SPARE_ROWS, ratio)
-        pools.append(Pool(layer, ratio, pool_ring, pool_width, offset))
-        offset += pool_ring * pool_width * 4
+    for pool in rings:
+        offset = _align(offset, math.lcm(PLANE_ALIGN, pool.width * 4))
+        pools.append(dataclasses.replace(pool, offset=offset))
+        offset += pool.ring * pool.width * 4
     ids_offset = _align(offset, PLANE_ALIGN)
     sampled_offset = ids_offset + ID_RING * 4
     slab_bytes = _align(sampled_offset + 4, unit)
@@ -202,6 +203,21 @@ def plan_layout(shape: ModelShape, page_tokens: int, dtype: KvDtype = "float32")
     )
 
 
+def _plan_pools(shape: ModelShape) -> list[Pool]:
+    """The rings of raw rows, not placed yet."""
+    pools: list[Pool] = []
+    for layer in shape.kv_sources:
+        role = shape.layer_roles[layer]
+        if role.ratio == 1:
+            continue
+        ring = _align(role.pooled_tokens + SPARE_ROWS, role.ratio)
+        halves = 2 if role.overlaps else 1
+        pools.append(Pool(layer, "entry", role.ratio, role.pooled_tokens, ring, 2 * halves * shape.head_dim, 0))
+        if shape.pools_keys and not role.attends_to_all:
+            pools.append(Pool(layer, "key", role.ratio, role.pooled_tokens, ring, 2 * halves * shape.index_dim, 0))
+    return pools
+
+
 def _align(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
@@ -218,7 +234,7 @@ class Arena:
         staging_rows: rows of the prefill staging area.
         rows: dtype[*, head_dim], entries and window rows.
         flat: dtype[*], the same memory number by number, for index keys.
-        raw: float32[*, 2 * head_dim], compressor rows.
+        raw: by width float32[*, width], compressor rows.
         ints: int32[*], ids.
         zero_row: number in `rows` of a row that is always zero.
         staging_row: number in `rows` of the first staging row.
@@ -254,7 +270,7 @@ class Arena:
             self.poison()
         self.rows = self._table(layout.torch_dtype, layout.window_row_bytes)
         self.flat = self._bytes.view(layout.torch_dtype)
-        self.raw = self._table(torch.float32, layout.pools[0].width * 4 if layout.pools else 4)
+        self.raw = {pool.width: self._table(torch.float32, pool.width * 4) for pool in layout.pools}
         self.ints = self._bytes.view(torch.int32)
         self.zero_row = tail_at // layout.window_row_bytes
         self.staging_row = staging_at // layout.window_row_bytes
@@ -290,7 +306,7 @@ class Arena:
         return self._slabs_at // row_bytes + layer * self.layout.ring, self.layout.slab_bytes // row_bytes
 
     def pool_row(self, pool: Pool) -> tuple[int, int]:
-        """(first, stride): row `first + slab * stride + position % pool.ring` of `raw` is a compressor row."""
+        """(first, stride): row `first + slab * stride + position % pool.ring` of `raw[pool.width]` is in the ring."""
         row_bytes = pool.width * 4
         return (self._slabs_at + pool.offset) // row_bytes, self.layout.slab_bytes // row_bytes
 

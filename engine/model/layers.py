@@ -141,6 +141,8 @@ def project_query(
     """
     low = rms_norm(linear(x, weights[f"{prefix}.wq_a.weight"]), weights[f"{prefix}.q_norm.weight"], shape.norm_eps)
     query = linear(low, weights[f"{prefix}.wq_b.weight"]).unflatten(-1, (shape.num_heads, shape.head_dim))
+    if shape.norms_query:
+        query = rms_norm(query, None, shape.norm_eps)
     return apply_rope(query, heads_of(rotary)), low
 
 

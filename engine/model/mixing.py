@@ -3,7 +3,9 @@
 The streams of a row are kept with a fifth line, float32[rows, streams + 1, hidden]: lines 0..3 are the streams, the
 last one is the input of the next sublayer, later overwritten by that sublayer's output. With the shifted form (see
 hyper.py) the next input is a weighted sum of the *new* streams by coefficients that are known before, so writing the
-output and collapsing for the next sublayer is one product per row with a 5 x 5 matrix.
+output and collapsing for the next sublayer is one product per row with a 5 x 5 matrix. Without the shift a sublayer
+collapses with its own coefficients, which are known only then: `Mixing.collapse` before it, and the last line of that
+product is nobody's.
 
 Sinkhorn is some 80 tiny operations; on numpy, with rows in the last dimension, they cost a third of torch's.
 """
@@ -61,9 +63,41 @@ class Mixing:
     matrix: Tensor
     pre: Floats
 
+    def collapse(self, lines: Tensor) -> None:
+        """Overwrite the last line of float32[rows, streams + 1, hidden] by the sublayer's own input."""
+        lines[:, -1:] = torch.bmm(torch.from_numpy(self.pre).unsqueeze(1), lines[:, :-1])
+
     def apply(self, lines: Tensor) -> Tensor:
         """New lines from float32[rows, streams + 1, hidden], the last of which is the sublayer's output."""
         return torch.bmm(self.matrix, lines)
+
+
+class HeadCollapse:
+    """Collapses the streams for a head that has coefficients of its own."""
+
+    def __init__(self, weights: WeightMap, prefix: str, shape: ModelShape) -> None:
+        """Keeps float32 copies of `{prefix}hc_head_fn`, `_base` and `_scale`."""
+        scale = weights[f"{prefix}hc_head_scale"].float()
+        self._project = TileLinear(weights[f"{prefix}hc_head_fn"].float() * scale)
+        self._base = weights[f"{prefix}hc_head_base"].float().numpy()
+        self._shape = shape
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """float32[rows, hidden] of float32[rows, streams, hidden]; whole tiles."""
+        shape = self._shape
+        flat = streams.reshape(len(streams), -1)
+        mixed = self._project(flat).numpy()
+        mixed /= _stream_rms(flat, shape)
+        mixed += self._base
+        pre = 1 / (1 + np.exp(-mixed)) + np.float32(shape.hyper_eps)
+        return torch.bmm(torch.from_numpy(pre).unsqueeze(1), streams).squeeze(1)
+
+
+def _stream_rms(flat: Tensor, shape: ModelShape) -> Floats:
+    """Root mean square of float32[rows, streams * hidden]: float32[rows, 1]."""
+    size = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).numpy()
+    root: Floats = np.sqrt(size * size * np.float32(1 / shape.stream_width) + np.float32(shape.norm_eps))
+    return root
 
 
 class HyperConnection:
@@ -83,8 +117,7 @@ class HyperConnection:
         n, rows = shape.num_streams, lines.shape[0]
         streams = lines.view(rows, -1)[:, : shape.stream_width]
         mixed = self._project(streams).numpy()
-        size = torch.linalg.vector_norm(streams, dim=-1, keepdim=True).numpy()
-        mixed /= np.sqrt(size * size * np.float32(1 / shape.stream_width) + np.float32(shape.norm_eps))
+        mixed /= _stream_rms(streams, shape)
         mixed += self._base
         gates = np.exp(-mixed[:, : 2 * n])
         gates += 1

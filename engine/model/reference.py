@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.model import engram as memory
 from engine.model.engram import EngramTables
 from engine.model.experts import Routing, feed_forward
-from engine.model.hyper import coefficients, collapse, expand, first_pre
+from engine.model.hyper import coefficients, collapse, expand, first_pre, head_pre
 from engine.model.layers import (
     Rotary,
     WeightMap,
@@ -119,7 +119,8 @@ class Record:
         self.router_counts.append(counts.scatter_add_(0, ids, torch.ones_like(ids)))
         if self.choices:
             self.experts.append(routing.ids)
-            self.note_gap(routing.ranked, routing.ids.shape[-1])
+            if routing.ranked is not None:
+                self.note_gap(routing.ranked, routing.ids.shape[-1])
 
 
 @dataclass
@@ -160,37 +161,72 @@ def visible_entries(length: int, ratio: int, device: torch.device) -> Tensor:
     return last <= torch.arange(length, device=device).unsqueeze(-1) + 1
 
 
+def pool(weights: WeightMap, prefix: str, shape: ModelShape, role: LayerRole, x: Tensor) -> Tensor:
+    """Pool closed groups of tokens into normed latents, not yet rotated.
+
+    Args:
+        weights: vendor-named tensors.
+        prefix: for example `layers.2.attn.compressor`.
+        shape: the model.
+        role: the layer's role; gives the ratio, and whether an entry pools the group before its own too.
+        x: float[B, L, hidden]; tokens of the open group at the end contribute nothing.
+
+    Returns:
+        float32[B, L // ratio, width]. Pooling in float32.
+    """
+    ratio = role.ratio
+    closed = x.shape[1] // ratio
+    latent = linear32(x[:, : closed * ratio], weights[f"{prefix}.wkv.weight"])
+    if ratio > 1:
+        latent = latent.unflatten(1, (closed, ratio))
+        score = linear32(x[:, : closed * ratio], weights[f"{prefix}.wgate.weight"]).unflatten(1, (closed, ratio))
+        if shape.biases_gates:
+            score = score + weights[f"{prefix}.ape"].float()
+        if role.overlaps:
+            # The first half of a row's channels is for the entry after its own; the first entry has none before it.
+            latent, score = _with_group_before(latent, 0.0), _with_group_before(score, -torch.inf)
+        latent = (score.softmax(2) * latent).sum(2)
+    return rms_norm(latent, weights[f"{prefix}.norm.weight"], shape.norm_eps)
+
+
+def _with_group_before(groups: Tensor, empty: float) -> Tensor:
+    """float[B, groups, ratio, 2 * width] to [B, groups, 2 * ratio, width]: first halves of the group before, then the
+    second halves of the own."""
+    before, own = groups.chunk(2, -1)
+    before = F.pad(before[:, :-1], (0, 0, 0, 0, 1, 0), value=empty) if groups.shape[1] else before
+    return torch.cat((before, own), 2)
+
+
 def compress(
     weights: WeightMap, prefix: str, shape: ModelShape, role: LayerRole, x: Tensor, rotary: Rotary
-) -> tuple[Tensor, Tensor]:
-    """Pool closed groups of tokens into attention entries and index keys.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention entries and index keys of closed groups of tokens.
 
     Args:
         weights: vendor-named tensors.
         prefix: for example `layers.2.attn`.
         shape: the model.
-        role: the layer's role; gives the ratio.
-        x: float[B, L, hidden]; tokens of the open group at the end contribute nothing.
+        role: the layer's role.
+        x: float[B, L, hidden].
         rotary: tables of positions 0..L-1, [L, rope_dim / 2].
 
     Returns:
-        (entries float[B, L // ratio, head_dim], keys float[B, L // ratio, index_dim]), rotated at each group's first
-        position. Pooling in float32.
+        (entries float[B, L // ratio, head_dim], keys float[B, L // ratio, index_dim] or None where nothing is
+        selected), rotated at each group's first position.
     """
-    ratio = role.ratio
-    closed = x.shape[1] // ratio
-    latent = linear32(x[:, : closed * ratio], weights[f"{prefix}.compressor.wkv.weight"])
-    if ratio > 1:
-        score = linear32(x[:, : closed * ratio], weights[f"{prefix}.compressor.wgate.weight"])
-        share = score.unflatten(1, (closed, ratio)).softmax(2)
-        latent = (share * latent.unflatten(1, (closed, ratio))).sum(2)
-    latent = rms_norm(latent, weights[f"{prefix}.compressor.norm.weight"], shape.norm_eps)
-    first = (rotary[0][: closed * ratio : ratio], rotary[1][: closed * ratio : ratio])
-    entries = apply_rope(latent, first)
-    # The key is projected from the latent before rotation and gets its own; detached, see the module docstring.
+    latent = pool(weights, f"{prefix}.compressor", shape, role, x)
+    last = latent.shape[1] * role.ratio
+    first = (rotary[0][: last : role.ratio], rotary[1][: last : role.ratio])
+    entries = apply_rope(latent, first).to(x.dtype)
+    if role.attends_to_all:
+        return entries, None
+    # The indexer reads detached inputs, see the module docstring.
+    if shape.pools_keys:
+        return entries, apply_rope(pool(weights, f"{prefix}.indexer.compressor", shape, role, x.detach()), first)
+    # The key is projected from the latent before rotation and gets its own.
     key = linear(latent.detach(), weights[f"{prefix}.indexer.wk.weight"])
     key = rms_norm(key, weights[f"{prefix}.indexer.k_norm.weight"], shape.norm_eps)
-    return entries.to(x.dtype), apply_rope(key, first)
+    return entries, apply_rope(key, first)
 
 
 def score_entries(
@@ -338,6 +374,7 @@ def forward(
     streams = embedded.unsqueeze(-2).expand(*tokens.shape, shape.num_streams, shape.hidden)
     pre = first_pre(streams)
     targets = shape.drafter.target_layers if shape.drafter else ()
+    takes_leaving = shape.drafter is not None and shape.drafter.takes_leaving
     features = []
     for role in shape.layer_roles:
         prefix = f"layers.{role.index}"
@@ -347,23 +384,28 @@ def forward(
             streams = memory.add_memory(weights, f"{prefix}.engram", shape, streams, read)
             if record is not None and record.choices:
                 record.engram_rows[role.index] = rows
-        if role.index in targets:
+        if role.index in targets and not takes_leaving:
             features.append(streams.float().mean(-2).to(streams.dtype))
         if record is not None and record.trace:
             record.streams.append(streams)
 
         mixing = coefficients(weights, f"{prefix}.hc_attn", shape, streams)
-        x = rms_norm(collapse(streams, pre), weights[f"{prefix}.attn_norm.weight"], shape.norm_eps)
+        x = collapse(streams, pre if shape.shifts_pre else mixing.pre)
+        x = rms_norm(x, weights[f"{prefix}.attn_norm.weight"], shape.norm_eps)
         rotary = long if role.ratio else plain
         attn_out = _attention(weights, f"{prefix}.attn", shape, role, x, rotary, shared, selection, record)
         streams = expand(streams, attn_out, mixing)
         pre = mixing.pre
 
         mixing = coefficients(weights, f"{prefix}.hc_ffn", shape, streams)
-        x = rms_norm(collapse(streams, pre), weights[f"{prefix}.ffn_norm.weight"], shape.norm_eps)
-        ffn_out, routing = feed_forward(weights, f"{prefix}.ffn", shape, x, shape.top_k)
+        x = collapse(streams, pre if shape.shifts_pre else mixing.pre)
+        x = rms_norm(x, weights[f"{prefix}.ffn_norm.weight"], shape.norm_eps)
+        ids = tokens if role.is_hashed else None
+        ffn_out, routing = feed_forward(weights, f"{prefix}.ffn", shape, x, shape.top_k, ids)
         streams = expand(streams, ffn_out, mixing)
         pre = mixing.pre
+        if role.index in targets and takes_leaving:
+            features.append(streams.float().mean(-2).to(streams.dtype))
         if record is not None:
             record.note_routing(routing)
             if record.trace:
@@ -372,6 +414,8 @@ def forward(
 
     if record is not None and record.trace:
         record.streams.append(streams)
+    if not shape.shifts_pre:
+        pre = head_pre(weights, "", shape, streams)
     hidden = rms_norm(collapse(streams, pre), weights["norm.weight"], shape.norm_eps)
     logits = linear(hidden, weights["head.weight"]).float() if with_logits else None
     return Output(logits, hidden, torch.cat(features, -1) if features else None, streams)
@@ -396,8 +440,10 @@ def _attention(
     if role.is_kv_source:
         made, keys = compress(weights, prefix, shape, role, x, rotary)
         if shared.rounding is not None:
-            made, keys = shared.rounding.entry(made), shared.rounding.index(keys)
-        shared.entries[role.index], shared.keys[role.index] = made, keys
+            made, keys = shared.rounding.entry(made), None if keys is None else shared.rounding.index(keys)
+        shared.entries[role.index] = made
+        if keys is not None:
+            shared.keys[role.index] = keys
     entries = selected = None
     if role.kv_source is not None:
         entries = shared.entries[role.kv_source]
@@ -405,7 +451,7 @@ def _attention(
         if role.is_index_source and (selection == "topk" or record is not None):
             keys = shared.keys[role.kv_source]
             shared.selected = _select(weights, prefix, shape, role, x, low, rotary, keys, visible, shared, record)
-        selected = shared.selected if selection == "topk" else visible
+        selected = visible if selection == "dense" or role.attends_to_all else shared.selected
     heads, mass = attend(query, window_kv, weights[f"{prefix}.attn_sink"], shape.window, entries, selected)
     if record is not None:
         if record.indexer and mass is not None:
@@ -414,7 +460,8 @@ def _attention(
             record.window_kv.append(window_kv)
             if role.is_kv_source:
                 record.compressed[role.index] = shared.entries[role.index]
-                record.index_keys[role.index] = shared.keys[role.index]
+                if role.index in shared.keys:
+                    record.index_keys[role.index] = shared.keys[role.index]
     return project_output(weights, prefix, shape, heads, rotary)
 
 

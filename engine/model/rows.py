@@ -209,30 +209,31 @@ class StepTables:
             raw: float32[rows, width].
 
         Returns:
-            float32[closing, ratio, width], each entry's rows, oldest first.
+            float32[closing, pooled, width], each entry's rows, oldest first. Rows before position 0 hold anything.
         """
-        arena, batch, ratio = self._arena, self.batch, pool.ratio
+        arena, batch, pooled = self._arena, self.batch, pool.pooled
+        table = arena.raw[pool.width]
         first, stride = arena.pool_row(pool)
         flat, owner = batch.positions, batch.owner
         slot = first + batch.slabs * stride
-        closing = self.closing[ratio].rows
-        back = np.arange(1 - ratio, 1)
+        closing = self.closing[pool.ratio].rows
+        back = np.arange(1 - pooled, 1)
         if not self.staged:
-            arena.raw.index_copy_(0, torch.from_numpy(slot[owner] + flat % pool.ring), raw)
+            table.index_copy_(0, torch.from_numpy(slot[owner] + flat % pool.ring), raw)
             reads = slot[owner[closing], None] + (flat[closing, None] + back) % pool.ring
-            return arena.raw.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
+            return table.index_select(0, torch.from_numpy(reads.ravel())).view(-1, pooled, pool.width)
         past = batch.starts[:, None] + back[:-1]
-        # An entry never reaches before position 0, so what a clamped read returns is not used.
+        # What a clamped read returns is not used: it would stand before position 0.
         places = slot[:, None] + np.maximum(past, 0) % pool.ring
-        joined = torch.cat((arena.raw.index_select(0, torch.from_numpy(places.ravel())), raw))
-        # Every sequence's `ratio - 1` rows before its first stand in front, sequence by sequence; then all rows.
+        joined = torch.cat((table.index_select(0, torch.from_numpy(places.ravel())), raw))
+        # Every sequence's `pooled - 1` rows before its first stand in front, sequence by sequence; then all rows.
         place = (closing - batch.firsts[owner[closing]])[:, None] + back
         inside = past.size + closing[:, None] + back
-        reads = np.where(place >= 0, inside, (owner[closing, None] + 1) * (ratio - 1) + place)
+        reads = np.where(place >= 0, inside, (owner[closing, None] + 1) * (pooled - 1) + place)
         kept = batch.last_rows(pool.ring)
         places = slot[owner[kept]] + flat[kept] % pool.ring
-        arena.raw.index_copy_(0, torch.from_numpy(places), raw.index_select(0, torch.from_numpy(kept)))
-        return joined.index_select(0, torch.from_numpy(reads.ravel())).view(-1, ratio, pool.width)
+        table.index_copy_(0, torch.from_numpy(places), raw.index_select(0, torch.from_numpy(kept)))
+        return joined.index_select(0, torch.from_numpy(reads.ravel())).view(-1, pooled, pool.width)
 
     def entry_rows(self, plane: Plane) -> Tensor:
         """int64[sequences, pages], the row number of the plane's first entry in every page of the tables."""

@@ -4,8 +4,8 @@ Owns the translation from the vendor's field names to ours and the rules that ma
 Does not own tensors (checkpoint.py) and does not import torch. A ModelShape is immutable; layers, experts and
 positions count from 0.
 
-Only the V4.1 text architecture is accepted. V4 differs in its layer roles (each layer owns its entries), not in
-what a role *is*, so it becomes a second function beside `_shape_v41`.
+Two architectures are accepted: V4 (Flash, Pro) and the text part of V4.1. What differs between them is said here, in
+layer roles and a few switches of ModelShape; code that runs a model asks those and never for a name.
 """
 
 import json
@@ -26,11 +26,14 @@ class LayerRole:
         ratio: tokens per compressed entry; 0 for a layer that sees its window only.
         kv_source: layer whose compressed entries this one attends to; None when ratio is 0.
         is_kv_source: this layer computes those entries, and the index keys, itself.
-        selection_source: layer whose top-k selection this one uses; None when ratio is 0.
+        selection_source: layer whose top-k selection this one uses; None when it has no entries or attends to all that
+            are visible.
         is_index_source: this layer scores entries with its own index queries.
         candidate_source: layer whose candidate blocks limit this layer's scoring; None for no limit.
         is_candidate_source: this layer publishes candidate blocks.
         has_engram: an n-gram memory is added to the streams that enter this layer.
+        overlaps: an entry pools its own group of tokens and the one before it, each with a half of its own.
+        is_hashed: experts are looked up by token id instead of being scored.
     """
 
     index: int
@@ -42,6 +45,18 @@ class LayerRole:
     candidate_source: int | None
     is_candidate_source: bool
     has_engram: bool
+    overlaps: bool = False
+    is_hashed: bool = False
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Every visible entry is attended to; nothing is selected."""
+        return self.ratio > 0 and self.selection_source is None
+
+    @property
+    def pooled_tokens(self) -> int:
+        """Tokens whose raw rows make one entry."""
+        return self.ratio * (2 if self.overlaps else 1)
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,8 @@ class DrafterShape:
         num_stages: blocks in the stack (`mtp.0` ..).
         block_size: most rows that one round drafts.
         noise_token_id: token that fills the rows after the anchor.
-        target_layers: target layers whose entering streams are the features, ascending.
+        target_layers: target layers whose streams are the features, ascending.
+        takes_leaving: these streams are taken after the layer; before it otherwise.
         markov_rank: rank of the bias from the previous token.
         num_experts: routed experts of a stage.
         top_k: experts chosen per row.
@@ -105,11 +121,22 @@ class DrafterShape:
     markov_rank: int
     num_experts: int
     top_k: int
+    takes_leaving: bool = False
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes of one model. Widths are in channels, lengths in tokens."""
+    """All sizes of one model. Widths are in channels, lengths in tokens.
+
+    Attributes that are switches between the architectures:
+        norms_query: each head of the query is normed, without a weight.
+        shifts_pre: a sublayer is collapsed with the pre of the sublayer before it, and the head with the last one's;
+            otherwise with its own, and the head with coefficients of its own (`hc_head`).
+        biases_gates: compressor gates get a bias by position in the group (`ape`).
+        pools_keys: index keys are pooled by a compressor of their own; otherwise projected from the pooled entry.
+        has_image_bias: routers have a second bias, for image tokens.
+        num_predict_layers: layers that predict one token more from the target's streams (MTP).
+    """
 
     architecture: str
     vocab_size: int
@@ -149,6 +176,12 @@ class ModelShape:
     layer_roles: tuple[LayerRole, ...]
     engram: EngramShape | None
     drafter: DrafterShape | None
+    norms_query: bool = False
+    shifts_pre: bool = True
+    biases_gates: bool = False
+    pools_keys: bool = False
+    has_image_bias: bool = True
+    num_predict_layers: int = 0
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
@@ -159,6 +192,11 @@ class ModelShape:
     def index_sources(self) -> tuple[int, ...]:
         """Layers that select entries, ascending."""
         return tuple(role.index for role in self.layer_roles if role.is_index_source)
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Layers that own index keys, ascending: KV sources whose entries are selected from."""
+        return tuple(layer for layer in self.kv_sources if not self.layer_roles[layer].attends_to_all)
 
     @property
     def shared_width(self) -> int:
@@ -192,8 +230,12 @@ class ModelShape:
 
     def window_bytes(self, *, entry_bytes: int) -> int:
         """Bytes of one request's window entries, all layers and drafter stages."""
-        stages = self.drafter.num_stages if self.drafter else 0
-        return (self.num_layers + stages) * self.window * entry_bytes
+        return (self.num_layers + self.num_draft_layers) * self.window * entry_bytes
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Window-only layers beside the target's: stages of the block drafter, or layers that predict ahead."""
+        return self.drafter.num_stages if self.drafter else self.num_predict_layers
 
 
 class _Fields:
@@ -202,6 +244,11 @@ class _Fields:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
         self._where = where
+
+    @property
+    def where(self) -> str:
+        """Name of the object, for errors about several of its fields."""
+        return self._where
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -272,15 +319,18 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """
     kind = config.get("model_type")
     if kind == "deepseek_v41":
-        return _shape_v41(config)
-    raise ConfigError(f"config.model_type must be 'deepseek_v41', found {kind!r}")
+        nested = config.get("text_config")
+        if not isinstance(nested, dict):
+            raise ConfigError("config.text_config is missing or not an object")
+        return _shape(config, _Fields(nested, "text_config"), is_v41=True)
+    if kind == "deepseek_v4":
+        return _shape(config, _Fields(config, "config"), is_v41=False)
+    raise ConfigError(f"config.model_type must be 'deepseek_v41' or 'deepseek_v4', found {kind!r}")
 
 
-def _shape_v41(config: Mapping[str, Any]) -> ModelShape:
-    nested = config.get("text_config")
-    if not isinstance(nested, dict):
-        raise ConfigError("config.text_config is missing or not an object")
-    text = _Fields(nested, "text_config")
+def _shape(config: Mapping[str, Any], text: _Fields, *, is_v41: bool) -> ModelShape:
+    """Both architectures. `text` holds the sizes: the whole file in V4, a part of it in V4.1."""
+    where = text.where
     text.only("num_key_value_heads", 1)
     text.only("scoring_func", "sqrtsoftplus")
     text.only("topk_method", "noaux_tc")
@@ -294,21 +344,28 @@ def _shape_v41(config: Mapping[str, Any]) -> ModelShape:
     index_dim = text.count("index_head_dim")
     if rope_dim % 2 or rope_dim > min(head_dim, index_dim):
         limit = min(head_dim, index_dim)
-        raise ConfigError(f"text_config.qk_rope_head_dim must be even and at most {limit}, found {rope_dim}")
+        raise ConfigError(f"{where}.qk_rope_head_dim must be even and at most {limit}, found {rope_dim}")
     num_heads = text.count("num_attention_heads")
     o_groups = text.count("o_groups")
     if num_heads % o_groups:
-        raise ConfigError(f"text_config.o_groups must divide the {num_heads} attention heads, found {o_groups}")
-    drafter = _drafter(text, num_layers)
+        raise ConfigError(f"{where}.o_groups must divide the {num_heads} attention heads, found {o_groups}")
     num_experts = text.count("n_routed_experts")
     top_k = text.count("num_experts_per_tok")
     if top_k > num_experts:
-        raise ConfigError(f"text_config.num_experts_per_tok must be at most {num_experts} experts, found {top_k}")
-    engram = _engram(text, num_layers)
+        raise ConfigError(f"{where}.num_experts_per_tok must be at most {num_experts} experts, found {top_k}")
+    drafter, num_predict_layers = _draft_layers(text, num_layers, (num_experts, top_k), is_v41=is_v41)
+    ratios = _ratios(text, num_layers)
+    engram = _engram(text, num_layers) if is_v41 else None
+    if is_v41:
+        roles = _roles_v41(text, ratios, engram.layers if engram else ())
+    else:
+        roles = _roles_v4(text, ratios)
+    eos_token_id = text.count("eos_token_id", low=0)
+    has_candidates = is_v41 and text.has("candidate_source_layer_id")
     vocab_size = text.count("vocab_size")
     image_token_id = config.get("image_token_id")
     return ModelShape(
-        architecture="v4.1",
+        architecture="v4.1" if is_v41 else "v4",
         vocab_size=vocab_size,
         hidden=text.count("hidden_size"),
         num_layers=num_layers,
@@ -322,8 +379,8 @@ def _shape_v41(config: Mapping[str, Any]) -> ModelShape:
         index_heads=text.count("index_n_heads"),
         index_dim=index_dim,
         index_topk=text.count("index_topk"),
-        candidate_blocks=text.count("candidate_topk_blocks") if text.has("candidate_source_layer_id") else 0,
-        candidate_block_size=text.count("candidate_block_size") if text.has("candidate_source_layer_id") else 1,
+        candidate_blocks=text.count("candidate_topk_blocks") if has_candidates else 0,
+        candidate_block_size=text.count("candidate_block_size") if has_candidates else 1,
         num_experts=num_experts,
         top_k=top_k,
         num_shared_experts=text.count("n_shared_experts"),
@@ -339,25 +396,72 @@ def _shape_v41(config: Mapping[str, Any]) -> ModelShape:
         rope_scaling=_rope_scaling(text),
         max_length=text.count("max_position_embeddings"),
         bos_token_id=text.count("bos_token_id", low=0),
-        eos_token_id=text.count("eos_token_id", low=0),
-        pad_token_id=text.count("pad_token_id", low=0),
+        eos_token_id=eos_token_id,
+        # V4 names none, and nothing in it reads one.
+        pad_token_id=text.count("pad_token_id", low=0) if is_v41 or text.has("pad_token_id") else eos_token_id,
         image_token_id=image_token_id if isinstance(image_token_id, int) else None,
         weight_block=_weight_block(config),
-        layer_roles=_roles_v41(text, num_layers, engram.layers if engram else ()),
+        layer_roles=roles,
         engram=engram,
         drafter=drafter,
+        norms_query=not is_v41,
+        shifts_pre=is_v41,
+        biases_gates=not is_v41,
+        pools_keys=not is_v41,
+        has_image_bias=is_v41,
+        num_predict_layers=num_predict_layers,
     )
 
 
-def _roles_v41(text: _Fields, num_layers: int, engram_layers: tuple[int, ...]) -> tuple[LayerRole, ...]:
-    """Who owns and who borrows: the latest source at or before a layer serves it."""
+def _ratios(text: _Fields, num_layers: int) -> tuple[int, ...]:
+    """Tokens per entry of the target's layers."""
     ratios = text.counts("compress_ratios")
     stages = text.count("num_nextn_predict_layers", low=0)
-    if len(ratios) != num_layers + stages:
+    # A V4 file without drafter weights may keep the entry of the layer that it left out.
+    spare = 1 if stages == 0 and len(ratios) == num_layers + 1 else 0
+    if len(ratios) != num_layers + stages + spare:
         found, wanted = len(ratios), num_layers + stages
-        raise ConfigError(f"text_config.compress_ratios must have {wanted} entries (layers + stages), found {found}")
+        raise ConfigError(f"{text.where}.compress_ratios must have {wanted} entries (layers + stages), found {found}")
     if any(ratios[num_layers:]):
-        raise ConfigError("text_config.compress_ratios of drafter stages must be 0")
+        raise ConfigError(f"{text.where}.compress_ratios of drafter stages must be 0")
+    return ratios[:num_layers]
+
+
+OVERLAPPING_RATIO = 4
+"""V4: layers with so many tokens per entry select among overlapping entries; those with more attend to all."""
+
+
+def _roles_v4(text: _Fields, ratios: tuple[int, ...]) -> tuple[LayerRole, ...]:
+    """Each layer owns what it attends to."""
+    hashed = text.count("num_hash_layers", low=0) if text.has("num_hash_layers") else 0
+    roles = []
+    for index, ratio in enumerate(ratios):
+        if 0 < ratio < OVERLAPPING_RATIO:
+            raise ConfigError(
+                f"{text.where}.compress_ratios[{index}] must be 0 or at least {OVERLAPPING_RATIO}, found {ratio}"
+            )
+        selects = ratio == OVERLAPPING_RATIO
+        roles.append(
+            LayerRole(
+                index=index,
+                ratio=ratio,
+                kv_source=index if ratio else None,
+                is_kv_source=ratio > 0,
+                selection_source=index if selects else None,
+                is_index_source=selects,
+                candidate_source=None,
+                is_candidate_source=False,
+                has_engram=False,
+                overlaps=selects,
+                is_hashed=index < hashed,
+            )
+        )
+    return tuple(roles)
+
+
+def _roles_v41(text: _Fields, ratios: tuple[int, ...], engram_layers: tuple[int, ...]) -> tuple[LayerRole, ...]:
+    """Who owns and who borrows: the latest source at or before a layer serves it."""
+    num_layers = len(ratios)
     kv_sources = text.layers("kv_source_layer_ids", num_layers)
     index_sources = text.layers("index_source_layer_ids", num_layers)
     candidate = text.count("candidate_source_layer_id", low=0) if text.has("candidate_source_layer_id") else None
@@ -366,7 +470,7 @@ def _roles_v41(text: _Fields, num_layers: int, engram_layers: tuple[int, ...]) -
     roles = []
     kv_source: int | None = None
     selection_source: int | None = None
-    for index, ratio in enumerate(ratios[:num_layers]):
+    for index, ratio in enumerate(ratios):
         if ratio == 0 and (index in kv_sources or index in index_sources):
             raise ConfigError(f"text_config.compress_ratios[{index}] must not be 0: the layer is a source")
         if index in kv_sources:
@@ -415,18 +519,28 @@ def _engram(text: _Fields, num_layers: int) -> EngramShape | None:
     )
 
 
-def _drafter(text: _Fields, num_layers: int) -> DrafterShape | None:
+def _draft_layers(
+    text: _Fields, num_layers: int, experts: tuple[int, int], *, is_v41: bool
+) -> tuple[DrafterShape | None, int]:
+    """The block drafter, or how many layers predict ahead. `experts`: the target's number of them and top-k."""
     num_stages = text.count("num_nextn_predict_layers", low=0)
     if num_stages == 0:
-        return None
+        return None, 0
+    if not is_v41 and not text.has("dspark_block_size"):
+        if num_stages > 1:
+            raise ConfigError(
+                f"{text.where}.num_nextn_predict_layers must be 0 or 1 without dspark, found {num_stages}"
+            )
+        return None, num_stages
     target_layers = text.layers("dspark_target_layer_ids", num_layers)
-    num_experts = text.count("dspark_n_routed_experts")
-    top_k = text.count("dspark_num_experts_per_tok")
+    num_experts, top_k = experts
+    if is_v41:
+        num_experts, top_k = text.count("dspark_n_routed_experts"), text.count("dspark_num_experts_per_tok")
     if not target_layers:
-        raise ConfigError("text_config.dspark_target_layer_ids must name at least one layer")
+        raise ConfigError(f"{text.where}.dspark_target_layer_ids must name at least one layer")
     if top_k > num_experts:
-        raise ConfigError(f"text_config.dspark_num_experts_per_tok must be at most {num_experts}, found {top_k}")
-    return DrafterShape(
+        raise ConfigError(f"{text.where}.dspark_num_experts_per_tok must be at most {num_experts}, found {top_k}")
+    drafter = DrafterShape(
         num_stages=num_stages,
         block_size=text.count("dspark_block_size"),
         noise_token_id=text.count("dspark_noise_token_id", low=0),
@@ -434,7 +548,9 @@ def _drafter(text: _Fields, num_layers: int) -> DrafterShape | None:
         markov_rank=text.count("dspark_markov_rank"),
         num_experts=num_experts,
         top_k=top_k,
+        takes_leaving=not is_v41,
     )
+    return drafter, 0
 
 
 def _rope_scaling(text: _Fields) -> RopeScaling | None:
@@ -442,11 +558,11 @@ def _rope_scaling(text: _Fields) -> RopeScaling | None:
         return None
     values = text.raw("rope_scaling")
     if not isinstance(values, dict):
-        raise ConfigError("text_config.rope_scaling must be an object")
-    scaling = _Fields(values, "text_config.rope_scaling")
+        raise ConfigError(f"{text.where}.rope_scaling must be an object")
+    scaling = _Fields(values, f"{text.where}.rope_scaling")
     kind = values.get("rope_type", values.get("type"))
     if kind != "yarn":
-        raise ConfigError(f"text_config.rope_scaling.rope_type must be 'yarn', found {kind!r}")
+        raise ConfigError(f"{text.where}.rope_scaling.rope_type must be 'yarn', found {kind!r}")
     return RopeScaling(
         factor=scaling.number("factor"),
         original_length=scaling.count("original_max_position_embeddings"),

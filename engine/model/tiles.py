@@ -117,9 +117,14 @@ def choose_experts(scores: Floats, bias: Floats, top_k: int, scale: float) -> tu
     ranked = scores + bias
     ids = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]
     ids.sort(axis=1)
+    return weigh_experts(scores, ids, scale), ranked
+
+
+def weigh_experts(scores: Floats, ids: Ints, scale: float) -> Choice:
+    """Weights of experts that are chosen already: float32[rows, experts], int64[rows, k] ascending."""
     chosen = scores[np.arange(len(ids))[:, None], ids]
     chosen *= np.float32(scale) / chosen.sum(1, keepdims=True)
-    return Choice(ids, chosen), ranked
+    return Choice(ids, chosen)
 
 
 class ExpertBank:

@@ -31,9 +31,10 @@ from engine.model.fused import Layer
 from engine.model.kv import Arena
 from engine.model.layers import WeightMap, rope_table
 from engine.model.memory import hash_rows
+from engine.model.mixing import HeadCollapse
 from engine.model.rows import RowBatch, StepTables, load_ids, store_ids
 from engine.model.shapes import ModelShape
-from engine.model.tiles import Choice, TileLinear, choose_experts, gate_unit, norm_rows, pad_rows, padded
+from engine.model.tiles import Choice, TileLinear, choose_experts, gate_unit, norm_rows, pad_rows, padded, weigh_experts
 
 
 @dataclasses.dataclass
@@ -64,6 +65,7 @@ class _Pass:
     tables: StepTables
     near: PlaceSet
     far: PlaceSet | None
+    whole: dict[int, PlaceSet]
     turns: dict[bool, Tensor]
     memory_rows: dict[int, Tensor]
     writes_entries: bool = True
@@ -164,6 +166,11 @@ class PagedTransformer:
                 raise ConfigError(f"replay_rows needs every n-gram memory at or before layer {self._last_source}")
         self._engram = engram
         self._ratios = tuple(sorted({role.ratio for role in shape.layer_roles if role.ratio}))
+        self._selects = bool(shape.index_sources)
+        # A row attends to the same number of places whatever its length, so to as many as the longest one sees.
+        everything = {role.ratio for role in shape.layer_roles if role.attends_to_all}
+        self._whole = {ratio: max_tokens // ratio for ratio in sorted(everything)}
+        self._collapse = None if shape.shifts_pre else HeadCollapse(weights, "", shape)
         self._embed = weights["embed.weight"].float()
         self._layers = [
             Layer(weights, shape, role, arena.layout, with_experts=mixture is None) for role in shape.layer_roles
@@ -300,8 +307,9 @@ class PagedTransformer:
                 memory_rows = dict(zip(self._engram.layers, found, strict=True))
             store_ids(self.arena, batch)
         near = PlaceSet(self.arena, tables, shape, selected=0)
-        far = PlaceSet(self.arena, tables, shape, selected=shape.index_topk) if self._ratios else None
-        return _Pass(tables, near, far, turns, memory_rows)
+        far = PlaceSet(self.arena, tables, shape, selected=shape.index_topk) if self._selects else None
+        whole = {ratio: PlaceSet(self.arena, tables, shape, selected=entries) for ratio, entries in self._whole.items()}
+        return _Pass(tables, near, far, whole, turns, memory_rows)
 
     def _run_layer(self, layer: Layer, state: _Pass, lines: Tensor, pre: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """One whole layer: new lines, and the pre of its last sublayer."""
@@ -310,10 +318,14 @@ class PagedTransformer:
             self.probe.rows_entered[layer.role.index] += rows
         self._add_memory(layer, state, lines, pre)
         mixing = layer.mix_attn.predict(lines)
+        if not self.shape.shifts_pre:
+            mixing.collapse(lines)
         self._attend(layer, state, lines)
         lines = mixing.apply(lines)
         mixing = layer.mix_ffn.predict(lines)
-        self._feed_forward(layer, rows, lines)
+        if not self.shape.shifts_pre:
+            mixing.collapse(lines)
+        self._feed_forward(layer, state.tables.batch, lines)
         return mixing.apply(lines), mixing.pre
 
     def _add_memory(self, layer: Layer, state: _Pass, lines: Tensor, pre: np.ndarray) -> None:
@@ -325,8 +337,9 @@ class PagedTransformer:
         assert layer.compressor is not None
         wide = layer.project_in(norm_rows(lines[:, -1], self.shape.norm_eps))
         at = self.shape.q_rank + self.shape.head_dim
-        raw = wide[: state.tables.batch.rows, at : at + layer.raw_width]
-        layer.compressor.write(self.arena, state.tables, raw, self._turns[True])
+        raw = wide[: state.tables.batch.rows, at : at + layer.raw_width + layer.key_raw_width]
+        raw, key_raw = raw.tensor_split([layer.raw_width], 1)
+        layer.compressor.write(self.arena, state.tables, raw, key_raw, self._turns[True])
 
     def _attend(self, layer: Layer, state: _Pass, lines: Tensor) -> None:
         """Attention sublayer: reads the last line of every row and overwrites it with the output."""
@@ -341,19 +354,25 @@ class PagedTransformer:
         rotate(window_kv, turn)
         heads = layer.project_query(low)
         query = heads[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, shape.head_dim))
+        if shape.norms_query:
+            query = norm_rows(query, shape.norm_eps).mul_(shape.head_dim**-0.5)
         rotate(query, turn.unsqueeze(1))
         tables.write_window(role.index, window_kv[:rows])
         if layer.compressor is not None and state.writes_entries:
             raw = wide[:rows, at : at + layer.raw_width]
-            layer.compressor.write(self.arena, tables, raw, self._turns[True])
+            key_raw = wide[:rows, at + layer.raw_width : at + layer.raw_width + layer.key_raw_width]
+            layer.compressor.write(self.arena, tables, raw, key_raw, self._turns[True])
         places = state.near
-        if role.ratio:
+        if role.attends_to_all:
+            places = state.whole[role.ratio]
+            places.set_entries(layer.entry_plane, torch.arange(self._whole[role.ratio]).expand(rows, -1))
+        elif role.ratio:
             assert state.far is not None
             places = state.far
             if role.is_index_source:
                 asked = heads[:, shape.num_heads * shape.head_dim :].unflatten(1, (shape.index_heads, shape.index_dim))
                 rotate(asked, turn.unsqueeze(1))
-                share = wide[:rows, at + layer.raw_width :]
+                share = wide[:rows, at + layer.raw_width + layer.key_raw_width :]
                 self._select(layer, state, asked[:rows], share)
         places.set_window(role.index)
         mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -402,16 +421,22 @@ class PagedTransformer:
             self.probe.blocks = chosen
         return Candidates(chosen, blocks, shape.candidate_block_size)
 
-    def _feed_forward(self, layer: Layer, rows: int, lines: Tensor) -> None:
+    def _feed_forward(self, layer: Layer, batch: RowBatch, lines: Tensor) -> None:
         """Mixture sublayer: reads the last line of every row and overwrites it with the output."""
-        shape = self.shape
+        shape, rows = self.shape, batch.rows
         x = norm_rows(lines[:, -1], shape.norm_eps)
         wide = layer.project_ffn(x)
         scores = torch.nn.functional.softplus(wide[:, : shape.num_experts]).sqrt_()
-        choice, ranked = choose_experts(scores.numpy()[:rows], layer.bias, shape.top_k, shape.routed_scale)
+        known = scores.numpy()[:rows]
+        if layer.experts_by_token is not None:
+            choice, ranked = weigh_experts(known, layer.experts_by_token[batch.ids], shape.routed_scale), None
+        else:
+            assert layer.bias is not None
+            choice, ranked = choose_experts(known, layer.bias, shape.top_k, shape.routed_scale)
         if self.probe is not None and self.probe.choices:
             self.probe.experts[layer.role.index] = choice.ids
-            self.probe.gaps.note(torch.from_numpy(ranked), shape.top_k)
+            if ranked is not None:
+                self.probe.gaps.note(torch.from_numpy(ranked), shape.top_k)
         if layer.experts is not None:
             output = layer.shared_out(gate_unit(wide[:, shape.num_experts :], shape.clamp))
             output[:rows] += layer.experts.mix(x, choice)
@@ -426,5 +451,9 @@ class PagedTransformer:
     def _logits(self, lines: Tensor, wanted: Sequence[int]) -> Tensor:
         if len(wanted) == 0:
             return lines.new_empty((0, self.shape.vocab_size))
-        last = lines[:, -1].index_select(0, torch.tensor(list(wanted)))
-        return self._head(norm_rows(pad_rows(last), self.shape.norm_eps))[: len(wanted)]
+        rows = torch.tensor(list(wanted))
+        if self._collapse is None:
+            last = pad_rows(lines[:, -1].index_select(0, rows))
+        else:
+            last = self._collapse(pad_rows(lines[:, :-1].index_select(0, rows)))
+        return self._head(norm_rows(last, self.shape.norm_eps))[: len(wanted)]

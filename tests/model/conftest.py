@@ -31,7 +31,7 @@ class Golden:
     config: dict[str, Any]
     shape: ModelShape
     weights: Weights
-    tables: EngramTables
+    tables: EngramTables | None
     cases: dict[str, Tensor]
     engram: dict[str, Tensor]
 
@@ -54,13 +54,13 @@ def golden() -> Callable[[str], Golden]:
         if name not in loaded:
             directory = ORACLE / name
             shape, weights = load_checkpoint(directory)
-            engram = load_file(directory / "engram.safetensors")
+            engram = load_file(directory / "engram.safetensors") if shape.engram is not None else {}
             loaded[name] = Golden(
                 directory=directory,
                 config=json.loads((directory / "config.json").read_text()),
                 shape=shape,
                 weights=weights,
-                tables=engram_tables(shape, engram["token_map"]),
+                tables=engram_tables(shape, engram["token_map"]) if engram else None,
                 cases=load_file(directory / "cases.safetensors"),
                 engram=engram,
             )

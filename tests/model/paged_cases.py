@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,22 @@ class Source:
 
     shape: ModelShape
     weights: WeightMap
-    tables: EngramTables
+    tables: EngramTables | None
+
+
+def small_v4_config() -> dict[str, Any]:
+    """The same for V4: the fast golden model's configuration with window 20, top-k 12, 16 experts top-4, no drafter."""
+    config: dict[str, Any] = json.loads((ORACLE / "v4-tiny-fast" / "config.json").read_text())
+    config.update(
+        vocab_size=320,
+        sliding_window=20,
+        index_topk=12,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        num_nextn_predict_layers=0,
+        compress_ratios=config["compress_ratios"][:5],
+    )
+    return config
 
 
 def small_config() -> dict[str, Any]:
@@ -60,6 +76,10 @@ def random_weights(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, spec in tensor_specs(shape).items():
+        if spec.store == "ids":
+            drawn = torch.rand((spec.shape[0], shape.num_experts), generator=generator)
+            weights[name] = drawn.topk(spec.shape[1]).indices
+            continue
         drawn = torch.randn(spec.shape, generator=generator)
         if len(spec.shape) >= 2:
             drawn /= spec.shape[-1] ** 0.5
@@ -69,9 +89,9 @@ def random_weights(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def random_model(seed: int = 0) -> Source:
-    """A random model, in memory."""
-    shape = shape_from_config(small_config())
+def random_model(seed: int = 0, config: dict[str, Any] | None = None) -> Source:
+    """A random model, in memory; of `small_config` if none is given."""
+    shape = shape_from_config(small_config() if config is None else config)
     stacked: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in random_weights(shape, seed).items():
@@ -83,7 +103,8 @@ def random_model(seed: int = 0) -> Source:
             stacked[name] = tensor
     for name, by_number in experts.items():
         stacked[name] = torch.stack([by_number[number] for number in sorted(by_number)])
-    return Source(shape, stacked, engram_tables(shape, np.arange(shape.vocab_size)))
+    tables = engram_tables(shape, np.arange(shape.vocab_size)) if shape.engram is not None else None
+    return Source(shape, stacked, tables)
 
 
 def write_checkpoint(directory: Path, seed: int = 0) -> None:
@@ -102,10 +123,15 @@ def write_checkpoint(directory: Path, seed: int = 0) -> None:
     Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(directory / "tokenizer.json"))
 
 
+def smallest_page(shape: ModelShape) -> int:
+    """Tokens of a page that every ratio divides."""
+    return math.lcm(8, *(role.ratio for role in shape.layer_roles if role.ratio))
+
+
 def make_model(
     source: Source,
     *,
-    page_tokens: int = 8,
+    page_tokens: int | None = None,
     pages: int = 96,
     slabs: int = 8,
     chunk: int = 320,
@@ -115,7 +141,9 @@ def make_model(
     dtype: KvDtype = "float32",
     choices: bool = False,
 ) -> PagedTransformer:
-    """A paged model over an arena of its own, poisoned unless told otherwise."""
+    """A paged model over an arena of its own, poisoned unless told otherwise. Pages are as small as they may be."""
+    if page_tokens is None:
+        page_tokens = smallest_page(source.shape)
     arena = Arena(
         plan_layout(source.shape, page_tokens, dtype), pages, slabs, chunk + source.shape.window - 1, poison=poison
     )

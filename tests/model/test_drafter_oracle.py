@@ -9,28 +9,43 @@ from engine.model.drafter import draft_blocks, drafter_of, forward_blocks
 from engine.model.reference import forward
 
 LIMIT = 1e-4
-BLOCKS = [(a, 5) for a in (1, 2, 15, 16, 17, 18, 32, 44)] + [(a, b) for a in (1, 16) for b in (1, 2, 3, 4)]
+ANCHORS = {"v41": ((1, 2, 15, 16, 17, 18, 32, 44), (1, 16)), "v4": ((1, 2, 12, 13, 14, 15, 26, 39), (1, 13))}
+BLOCKS = [
+    (form, a, b)
+    for form, (whole, parts) in ANCHORS.items()
+    for a, b in [(a, 5) for a in whole] + [(a, b) for a in parts for b in (1, 2, 3, 4)]
+]
+MODELS = {"v41": "v41-tiny", "v4": "v4-tiny-fast"}
 
 
 @pytest.fixture(scope="module")
-def stored(oracle):
-    return load_file(oracle / "dspark" / "v41.safetensors")
+def golden_blocks(oracle):
+    return {form: load_file(oracle / "dspark" / f"{form}.safetensors") for form in MODELS}
 
 
-def test_every_golden_block_is_covered(stored):
-    found = {tuple(key.split(".")[1:3]) for key in stored if key.endswith(".hidden")}
-    assert found == {(f"a{anchor}", f"b{block}") for anchor, block in BLOCKS}
-    assert set(stored["s0.anchors"].tolist()) == {anchor for anchor, _ in BLOCKS}
+@pytest.fixture(scope="module")
+def stored(golden_blocks):
+    return golden_blocks["v41"]
 
 
-def test_features_of_the_target_match(tiny, stored):
+@pytest.mark.parametrize("form", MODELS)
+def test_every_golden_block_is_covered(golden_blocks, form):
+    found = {tuple(key.split(".")[1:3]) for key in golden_blocks[form] if key.endswith(".hidden")}
+    assert found == {(f"a{anchor}", f"b{block}") for owner, anchor, block in BLOCKS if owner == form}
+    assert set(golden_blocks[form]["s0.anchors"].tolist()) == {a for owner, a, _ in BLOCKS if owner == form}
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_features_of_the_target_match(golden, golden_blocks, form):
+    model, stored = golden(MODELS[form]), golden_blocks[form]
     with torch.no_grad():
-        output = forward(tiny.weights, tiny.shape, stored["s0.ids"].long()[None], engram=tiny.tables)
+        output = forward(model.weights, model.shape, stored["s0.ids"].long()[None], engram=model.tables)
     assert (output.features[0] - stored["s0.features"]).abs().max() <= LIMIT
 
 
-@pytest.mark.parametrize(("anchor", "block"), BLOCKS)
-def test_a_drafted_block_matches_the_golden_one(tiny, stored, anchor, block):
+@pytest.mark.parametrize(("form", "anchor", "block"), BLOCKS)
+def test_a_drafted_block_matches_the_golden_one(golden, golden_blocks, form, anchor, block):
+    tiny, stored = golden(MODELS[form]), golden_blocks[form]
     want = {k.split(".")[-1]: v for k, v in stored.items() if k.startswith(f"s0.a{anchor}.b{block}.")}
     ids = stored["s0.ids"].long()[None]
     with torch.no_grad():

@@ -11,14 +11,24 @@ import torch
 from engine.errors import ConfigError
 from engine.model import reference
 from engine.model.kv import SPARE_ROWS
-from tests.model.paged_cases import Source, join, make_model, open_sequence, random_ids, random_model
+from tests.model.paged_cases import (
+    Source,
+    join,
+    make_model,
+    open_sequence,
+    random_ids,
+    random_model,
+    small_config,
+    small_v4_config,
+    smallest_page,
+)
 
 LENGTH = 150
 
 
-@pytest.fixture(scope="module")
-def source() -> Source:
-    return random_model()
+@pytest.fixture(scope="module", params=["v4.1", "v4"])
+def source(request: pytest.FixtureRequest) -> Source:
+    return random_model(config=small_v4_config() if request.param == "v4" else small_config())
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +49,11 @@ def test_one_pass_agrees_with_the_full_forward(source: Source, ids: np.ndarray, 
 
 
 @pytest.mark.parametrize("sizes", [[1], [2], [3], [7], [8], [9], [16], [33], [64], [149], [1, 9, 8, 40, 13]])
-@pytest.mark.parametrize("page_tokens", [8, 16])
+@pytest.mark.parametrize("pages_joined", [1, 2])
 def test_chunks_of_any_size_give_the_same_bits(
-    source: Source, ids: np.ndarray, whole: torch.Tensor, sizes: list[int], page_tokens: int
+    source: Source, ids: np.ndarray, whole: torch.Tensor, sizes: list[int], pages_joined: int
 ) -> None:
-    model = make_model(source, page_tokens=page_tokens)
+    model = make_model(source, page_tokens=pages_joined * smallest_page(source.shape))
     assert torch.equal(open_sequence(model, LENGTH, slab=5).run_chunks(ids, sizes), whole)
 
 

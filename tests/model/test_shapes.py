@@ -1,6 +1,7 @@
 """ModelShape: layer roles, sizes of the published models, and what is refused."""
 
 import copy
+import math
 
 import pytest
 
@@ -80,6 +81,91 @@ def real_config() -> dict:
     }
 
 
+def v4_config(*, pro: bool = False) -> dict:
+    """The sizes of the published V4-Flash, or of V4-Pro."""
+    layers = 61 if pro else 43
+    return {
+        "model_type": "deepseek_v4",
+        "vocab_size": 129280,
+        "hidden_size": 7168 if pro else 4096,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 128 if pro else 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1536 if pro else 1024,
+        "o_groups": 16 if pro else 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "compress_ratios": [128 if pro else 0] * 2 + [4 if n % 2 == 0 else 128 for n in range(layers - 2)] + [0],
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "max_position_embeddings": 1048576,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 1024 if pro else 512,
+        "n_routed_experts": 384 if pro else 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 3072 if pro else 2048,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5 if pro else 1.5,
+        "num_hash_layers": 3,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "num_nextn_predict_layers": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+
+
+def test_each_layer_of_v4_owns_what_it_attends_to():
+    shape = shape_from_config(v4_config())
+    roles = shape.layer_roles
+    assert [role.ratio for role in roles[:6]] == [0, 0, 4, 128, 4, 128] and roles[42].ratio == 4
+    assert all(role.kv_source == (role.index if role.ratio else None) for role in roles)
+    assert all(role.overlaps == role.is_index_source == (role.ratio == 4) for role in roles)
+    assert all(role.attends_to_all == (role.ratio == 128) for role in roles)
+    assert [role.index for role in roles if role.is_hashed] == [0, 1, 2]
+    assert (len(shape.kv_sources), len(shape.key_sources), shape.num_predict_layers) == (41, 21, 1)
+    assert [roles[n].pooled_tokens for n in (0, 2, 3)] == [0, 8, 128]
+
+
+@pytest.mark.parametrize(("pro", "target", "ahead"), [(False, 284.33, 6.61), (True, 1573.0, 25.84)])
+def test_the_published_sizes_of_v4_follow_from_its_configuration(pro, target, ahead):
+    specs = tensor_specs(shape_from_config(v4_config(pro=pro)))
+    counts = {True: 0.0, False: 0.0}
+    for name, spec in specs.items():
+        if spec.store != "ids":
+            counts[name.startswith("mtp.")] += math.prod(spec.shape) / 1e9
+    assert counts[False] == pytest.approx(target, abs=0.01) and counts[True] == pytest.approx(ahead, abs=0.01)
+    if not pro:
+        # Every quantised matrix has its scales: the number of tensors in the published files.
+        assert len(specs) + sum(spec.store in ("fp8", "fp4") for spec in specs.values()) == 69_187
+
+
+def test_the_published_bytes_per_token_of_v4_follow_from_its_configuration():
+    shape = shape_from_config(v4_config())
+    entries = sum(shape.num_entries(layer, 1 << 20) for layer in shape.kv_sources) / (1 << 20)
+    keys = sum(shape.num_entries(layer, 1 << 20) for layer in shape.key_sources) / (1 << 20)
+    assert round(584 * entries + 132 * keys) == 3850 and round(584 * entries + 68 * keys) == 3514
+
+
 def test_every_layer_of_the_tiny_model_borrows_from_the_right_one(tiny):
     roles = tiny.shape.layer_roles
     assert [role.ratio for role in roles] == [0, 0, 2, 2, 2, 1, 1, 1]
@@ -130,7 +216,7 @@ def test_an_integer_norm_eps_of_the_vendor_is_kept_to_the_last_digit(tiny):
 
 
 REFUSED = [
-    ("model_type", "llama", "model_type must be 'deepseek_v41', found 'llama'"),
+    ("model_type", "llama", "model_type must be 'deepseek_v41' or 'deepseek_v4', found 'llama'"),
     ("text_config", None, "text_config is missing"),
     ("text_config.hidden_size", None, "text_config.hidden_size is missing"),
     ("text_config.hidden_size", 0, "hidden_size must be at least 1, found 0"),

@@ -23,6 +23,7 @@ from transport.wire import (
     HEADER,
     IDS_LIMIT,
     META_LIMIT,
+    REPORT_LIMIT,
     Frame,
     FrameReader,
     encode_frame,
@@ -47,8 +48,8 @@ def values(type_: Any) -> st.SearchStrategy[Any]:
             return st.none()
         case msgspec.inspect.LiteralType(values=options):
             return st.sampled_from(options)
-        case msgspec.inspect.VarTupleType(item_type=item):
-            return st.lists(values(item), max_size=3).map(tuple)
+        case msgspec.inspect.VarTupleType(item_type=item, min_length=low):
+            return st.lists(values(item), min_size=low or 0, max_size=3).map(tuple)
         case msgspec.inspect.UnionType(types=options):
             return st.one_of([values(option) for option in options])
         case msgspec.inspect.StructType(cls=cls, fields=fields):
@@ -63,6 +64,9 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     messages.ExpertLoads: ("layers", "experts"),
     messages.PrepareEpoch: ("places", "slots", "copies", "released"),
     messages.NameGroup: (),
+    messages.PairCounts: ("count",),
+    messages.LinksReport: ("count",),
+    messages.HeatReport: ("ranks", "layers", "slots_per_rank", "experts"),
 }
 """Messages whose blob's length follows from their fields, and which fields those are; `frames` keeps them small."""
 
@@ -76,6 +80,13 @@ def count_blob(message: Message) -> int:
             return 4 * count
         case messages.ExpertLoads():
             return 4 * message.layers * message.experts
+        case messages.PairCounts(count=count):
+            return (4 + 8 + 8 + 4 + 4 + 4) * count
+        case messages.LinksReport(count=count):
+            return (4 + 4 + 4 + 8 + 8 + 4 + 4 + 4) * count
+        case messages.HeatReport():
+            slots = message.ranks * message.slots_per_rank
+            return (4 + 4) * message.ranks * message.layers + (4 + 4 + 1) * slots + 4 * message.experts
         case messages.PrepareEpoch():
             return 4 * message.places * message.slots + 24 * message.copies + 8 * message.released
         case messages.NameGroup():
@@ -324,6 +335,11 @@ def test_blobs_must_have_the_length_their_message_says() -> None:
         meta = msgspec.msgpack.encode(message)
         kind = MESSAGE_TO_KIND[type(message)]
         assert refusal(meta, kind, 56).endswith("blob of 56 bytes, but its fields say 52")
+    with pytest.raises(LocalProtocolError, match="PairCounts: blob of 31 bytes, but its fields say 32"):
+        encode_frame(messages.PairCounts(1, 1, 1), bytes(31))
+    heat = messages.HeatReport("decode", 0, "main", 0, 3, 5, 2, 4, False, 1, 0.0, 0.0)
+    with pytest.raises(LocalProtocolError, match="HeatReport: blob of 8 bytes, but its fields say 140"):
+        encode_frame(heat, bytes(8))
 
 
 def test_what_we_may_not_send_is_our_error() -> None:
@@ -333,11 +349,36 @@ def test_what_we_may_not_send_is_our_error() -> None:
         encode_frame(messages.CancelRequest(1), b"x")
     with pytest.raises(LocalProtocolError, match=r"Submit: blob of 4194308 bytes \(limit 4194304\)"):
         encode_frame(Submit(1, 1, 0, Sampling()), bytes(IDS_LIMIT + 4))
-    report = messages.StatusReport(1, "", "", 1, 0, True, ("x" * 4096,) * 20, 0, 0, 0, 0, ())
-    with pytest.raises(LocalProtocolError, match=r"StatusReport: meta of \d+ bytes \(limit 65536\)"):
+    report = messages.StatusReport(1, "", "", 1, 0, True, ("x" * 4096,) * 1100, 0, 0, 0, 0, ())
+    with pytest.raises(LocalProtocolError, match=r"StatusReport: meta of \d+ bytes \(limit 4194304\)"):
         encode_frame(report)
 
 
 def test_every_message_that_documents_a_blob_has_a_limit_for_it() -> None:
     documented = {cls for cls in EVERYTHING if "Blob:" in (cls.__doc__ or "")}
     assert documented == set(BLOB_LIMITS)
+
+
+def test_a_report_longer_than_the_ring_comes_whole_and_in_pieces() -> None:
+    event = messages.HeadEvent(1, 2, "info", "rank.ready", "x" * 4000)
+    report = messages.EventsHappened(0, (event,) * 200)
+    sent = b"".join(encode_frame(report))
+    assert len(sent) > 800_000
+    for piece in (len(sent), 65_537, 1_000):
+        reader = FrameReader(messages.OPERATOR_FROM_HEAD)
+        for at in range(0, len(sent), piece):
+            reader.feed(sent[at : at + piece])
+        reader.feed(sent)
+        assert [frame.message for frame in reader.take()] == [report, report]
+        assert not reader.inside_frame
+
+
+def test_a_claimed_report_costs_nothing_until_it_comes() -> None:
+    reader = FrameReader(messages.OPERATOR_FROM_HEAD)
+    kind = MESSAGE_TO_KIND[messages.EventsHappened]
+    reader.feed(HEADER.pack(REPORT_LIMIT, 0, kind, FRAME_VERSION, 0) + bytes(200_000))
+    assert reader.room().nbytes <= 256 << 10
+    reader = FrameReader(messages.OPERATOR_FROM_HEAD)
+    reader.feed(HEADER.pack(REPORT_LIMIT + 1, 0, kind, FRAME_VERSION, 0))
+    with pytest.raises(RemoteProtocolError, match="meta of 4194305 bytes"):
+        reader.next()
