@@ -24,10 +24,11 @@ from engine.errors import ConfigError, EngineError, LocalProtocolError, RemotePr
 from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
 from engine.sim.costs import FlatCosts
-from engine.sim.device import Costs, SimDevice, StepGroup
+from engine.sim.device import Costs, SimDevice, StepGroup, make_pool
 from engine.sim.gating import ExpertShape, draw_placement
 from engine.sim.groups import Groups
 from engine.sim.handoffs import Handoff, KeepingFabric
+from engine.sim.pool import Pool
 from engine.sim.seeded import EventClock
 from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
@@ -332,6 +333,7 @@ class World:
         self._send_signal, self._signals = trio.open_memory_channel[int](16)
         self._nursery: trio.Nursery | None = None
         self._groups: dict[tuple[str, int], StepGroup] = {}
+        self._pool: Pool | None = None
 
     # ------------------------------------------------------------ the head
 
@@ -528,6 +530,15 @@ class World:
             self._groups[key] = StepGroup(self.clock.at)
         return self._groups[key]
 
+    def _find_pool(self) -> Pool | None:
+        """Memory for the next device where rows are columns; where they are not, each device has its own."""
+        shape = self.shape
+        if shape.is_thorough:
+            return None
+        if self._pool is None or self._pool.is_used_up:
+            self._pool = make_pool(shape.prefill + shape.decode, shape.num_pages, shape.num_slabs)
+        return self._pool
+
     def make_device(self, life: Life) -> SimDevice:
         shape = self.shape
         device = SimDevice(
@@ -543,6 +554,7 @@ class World:
             reads_all=shape.is_thorough,
             name=life.name,
             checksum_s=shape.page_bytes / CHECKSUM_BYTES_PER_S,
+            pool=self._find_pool(),
         )
         if self.groups is not None:
             self.groups.seat(life, device)
