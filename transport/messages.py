@@ -143,7 +143,8 @@ class CancelRequest(Message, frozen=True):
 
 
 class TokensEmitted(Message, frozen=True):
-    """One frame per decode step with the tokens of all its rows (head to client: the rows of that client).
+    """One frame per decode step with the tokens of all its rows. Head to client: the rows of that client, of all ranks
+    that the head heard in one turn of its loop; `step` is then the greatest of theirs.
 
     Blob: int64 request[num_rows], int32 attempt[num_rows], int32 index[num_rows] (place of the row's first token in the
     completion), int32 count[num_rows], then int32 token[sum(count)].

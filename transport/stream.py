@@ -1,8 +1,10 @@
 """FrameStream: frames over one `trio.abc.Stream`, safe to cancel at every await.
 
-Who may do what: one task receives, one task runs `run_writer` and is the only one that writes to the stream, any
-task may `post` or `send`. Posting only queues, so nobody but the writer can be in the middle of a frame, and the writer
-works behind a shield: when it is cancelled it takes no more frames, and has a grace period to get out what is queued.
+Who may do what: one task receives, one task runs `run_writer` and is the only one that waits for the stream to take
+bytes, any task may `post` or `send`. While the writer has nothing to do, posting gives the stream what it takes at
+once, without a wait: then no task need run for a frame. What it does not take is queued for the writer, and so is all
+that comes while something is queued. The writer works behind a shield: when it is cancelled no more frames are taken,
+and it has a grace period to get out what is queued.
 Only if that ends, or the peer does not read for `stall_s`, is a frame torn; then the connection is broken on this side
 and the peer sees an end of stream inside a frame.
 
@@ -13,11 +15,11 @@ from __future__ import annotations
 
 import collections
 import errno
-import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 import trio
 
@@ -36,12 +38,21 @@ GRACE_S = 1.0
 """What a cancelled writer has to flush its queue."""
 
 
+@runtime_checkable
+class SendsNow(Protocol):
+    """A stream that can take bytes without a wait."""
+
+    def send_now(self, data: bytes) -> int:
+        """Takes a first part of `data`; how many bytes. 0 where it takes none, or is closed or broken."""
+        ...
+
+
 class FrameStream:
     """Framed messages over a byte stream.
 
     Args:
         stream: connected; owned from now on. A `trio.SocketStream` is driven by sendmsg and recv_into, anything else
-            through `send_all` and `receive_some`.
+            through `send_all` and `receive_some`, and `send_now` where it has it.
         accepts: message types the peer may send; others are protocol errors.
         out_limit_bytes: bytes queued for sending at most, headers included.
         stall_s: seconds without progress of a write after which the peer is gone.
@@ -62,13 +73,16 @@ class FrameStream:
         self.name = name
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
+        self._send_now = stream.send_now if isinstance(stream, SendsNow) else None
         self._reader = FrameReader(accepts)
         self._out: collections.deque[memoryview] = collections.deque()
         self._out_bytes = 0
         self._out_limit = out_limit_bytes
         self._stall_s = stall_s
         self._grace_s = grace_s
-        self._work = trio.Event()
+        self._work = trio.lowlevel.ParkingLot()
+        self._is_idle = False
+        """The writer runs, waits for work, and nothing is queued."""
         self._room = trio.lowlevel.ParkingLot()
         # Whoever waits for room waits in line, so that a large frame is not starved by small ones.
         self._send_turn = trio.StrictFIFOLock()
@@ -113,7 +127,7 @@ class FrameStream:
     # ------------------------------------------------------------ sending
 
     def post(self, message: Message, blob: Buffer = b"") -> None:
-        """Queues one frame; never blocks, never a checkpoint. The blob must not change until it is sent.
+        """Sends or queues one frame; never blocks, never a checkpoint. The blob must not change until it is sent.
 
         Raises:
             Overflow: the queue has no room for it.
@@ -122,7 +136,7 @@ class FrameStream:
         """
         buffers = encode_frame(message, blob)
         self._check_open()
-        size = sum(buffer.nbytes for buffer in buffers)
+        size = sum([buffer.nbytes for buffer in buffers])
         if self._out_bytes + size > self._out_limit:
             raise self._overflow()
         self._append(buffers, size)
@@ -151,9 +165,30 @@ class FrameStream:
             self._send_turn.release()
 
     def _append(self, buffers: list[memoryview], size: int) -> None:
+        sent = self._write_now(buffers) if self._is_idle else 0
+        if sent == size:
+            return
         self._out.extend(buffers)
         self._out_bytes += size
-        self._work.set()
+        if sent:
+            self._drop_sent(sent)
+        self._wake()
+
+    def _write_now(self, buffers: list[memoryview]) -> int:
+        """What the stream takes without a wait, of a frame that nothing is before."""
+        if self._socket is not None:
+            try:
+                return os.writev(self._socket.fileno(), buffers)
+            except OSError:
+                return 0  # it takes none now, or is broken: the writer finds out
+        if self._send_now is not None:
+            return self._send_now(buffers[0].tobytes() if len(buffers) == 1 else b"".join(buffers))
+        return 0
+
+    def _wake(self) -> None:
+        if self._is_idle:
+            self._is_idle = False
+            self._work.unpark_all()
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -167,7 +202,7 @@ class FrameStream:
     # ------------------------------------------------------------ the writer
 
     async def run_writer(self) -> None:
-        """Writes what is queued; the only task that writes. Returns when `close` was called and the queue is empty.
+        """Writes what is queued. Returns when `close` was called and the queue is empty.
 
         Cancelled, it takes no more frames and flushes what is queued for at most the grace period.
 
@@ -204,8 +239,11 @@ class FrameStream:
             if not self._out:
                 if self._closing:
                     return
-                self._work = trio.Event()
-                await self._work.wait()
+                self._is_idle = True
+                try:
+                    await self._work.park()
+                finally:
+                    self._is_idle = False
                 continue
             batch = self._gather()
             stall.deadline = trio.current_time() + self._stall_s
@@ -258,7 +296,7 @@ class FrameStream:
     def close(self) -> None:
         """No more posts; the writer flushes what is queued and returns. The stream itself stays open for receiving."""
         self._closing = True
-        self._work.set()
+        self._wake()
         self._room.unpark_all()
 
     async def aclose(self) -> None:
@@ -307,7 +345,7 @@ async def run_link(frames: FrameStream, handle: Handler) -> None:
             while True:
                 batch = await frames.receive()
                 waiting = handle(batch)
-                if inspect.isawaitable(waiting):
+                if waiting is not None:
                     await waiting
         except EngineError as error:
             errors.append(error)

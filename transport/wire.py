@@ -11,9 +11,9 @@ before a byte of blob is kept; a blob's buffer grows with the bytes that arrive,
 from __future__ import annotations
 
 import collections
-import dataclasses
 import struct
-from typing import NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgpack
 import msgspec
@@ -63,6 +63,22 @@ BLOB_LIMITS: dict[type[Message], int] = {
 }
 """Blob bytes by message; a message that is not here has no blob."""
 _INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill})
+_BLOB_BYTES: dict[type[Message], Callable[[Any], int]] = {
+    messages.TokensEmitted: lambda m: 20 * m.num_rows + 4 * m.num_tokens,
+    messages.LogprobsEmitted: lambda m: 28 * m.num_rows + 8 * m.num_tops,
+    messages.PromptScored: lambda m: 8 * m.count * (1 + m.tops),
+    messages.PagesGranted: lambda m: 4 * m.num_pages,
+    messages.SlotsCopied: lambda m: 4 * m.count,
+    messages.ExpertLoads: lambda m: 4 * m.layers * m.experts,
+    messages.PrepareEpoch: lambda m: 4 * (m.places * m.slots + 6 * m.copies + 2 * m.released),
+    messages.PairCounts: lambda m: 32 * m.count,
+    messages.LinksReport: lambda m: 40 * m.count,
+    messages.HeatReport: lambda m: m.ranks * (8 * m.layers + 9 * m.slots_per_rank) + 4 * m.experts,
+    messages.NameGroup: lambda m: (
+        4 * sum(len(m.members) * part.slots for part in m.parts) + sum(member.description_bytes for member in m.members)
+    ),
+}
+"""Bytes of the blob by what the message says, where it says so."""
 
 _RING_BYTES = 128 << 10
 _BLOB_FIRST_BYTES = 256 << 10
@@ -72,8 +88,7 @@ Buffer = bytes | bytearray | memoryview
 _S = TypeVar("_S")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One received frame. `blob` is read-only and belongs to the frame: it stays valid as long as somebody holds it."""
 
     message: Message
@@ -126,7 +141,7 @@ def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
     head = bytearray(HEADER.size)
     _encoder.encode_into(message, head, HEADER.size)
     meta_len = len(head) - HEADER.size
-    body = memoryview(blob)
+    body = memoryview(blob) if blob else _NO_BLOB
     blob_len = body.nbytes
     problem = _check_lengths(cls, meta_len, blob_len) or _check_blob(message, blob_len)
     if problem:
@@ -151,32 +166,10 @@ def _check_lengths(cls: type[Message], meta_len: int, blob_len: int) -> str | No
 
 def _check_blob(message: Message, blob_len: int) -> str | None:
     """Where the message says how long its blob is, it must be: so receivers may slice without looking."""
-    if isinstance(message, messages.TokensEmitted):
-        expected = 20 * message.num_rows + 4 * message.num_tokens
-    elif isinstance(message, messages.LogprobsEmitted):
-        expected = 28 * message.num_rows + 8 * message.num_tops
-    elif isinstance(message, messages.PromptScored):
-        expected = 8 * message.count * (1 + message.tops)
-    elif isinstance(message, messages.PagesGranted):
-        expected = 4 * message.num_pages
-    elif isinstance(message, messages.SlotsCopied):
-        expected = 4 * message.count
-    elif isinstance(message, messages.ExpertLoads):
-        expected = 4 * message.layers * message.experts
-    elif isinstance(message, messages.PrepareEpoch):
-        expected = 4 * (message.places * message.slots + 6 * message.copies + 2 * message.released)
-    elif isinstance(message, messages.PairCounts):
-        expected = 32 * message.count
-    elif isinstance(message, messages.LinksReport):
-        expected = 40 * message.count
-    elif isinstance(message, messages.HeatReport):
-        at_ranks = message.ranks * (8 * message.layers + 9 * message.slots_per_rank)
-        expected = at_ranks + 4 * message.experts
-    elif isinstance(message, messages.NameGroup):
-        tables = sum(len(message.members) * part.slots for part in message.parts)
-        expected = 4 * tables + sum(member.description_bytes for member in message.members)
-    else:
+    say = _BLOB_BYTES.get(type(message))
+    if say is None:
         return None
+    expected = say(message)
     if blob_len != expected:
         return f"{type(message).__name__}: blob of {blob_len} bytes, but its fields say {expected}"
     return None
@@ -214,6 +207,11 @@ class FrameReader:
     def feed(self, data: Buffer) -> None:
         """Takes bytes in (copies them)."""
         rest = memoryview(data).cast("B")
+        if self._lo == self._hi and self._cls is None and self._blob is None and self._violation is None:
+            try:
+                rest = rest[self._take_whole(rest, 0, rest.nbytes) :]
+            except RemoteProtocolError as error:
+                self._violation = str(error)
         while rest.nbytes and self._violation is None:
             room = self.room()
             n = min(room.nbytes, rest.nbytes)
@@ -256,6 +254,8 @@ class FrameReader:
         else:
             self._hi += n
         try:
+            if self._cls is None and self._violation is None:
+                self._lo = self._take_whole(self._view, self._lo, self._hi)
             while self._violation is None and self._advance():
                 pass
         except RemoteProtocolError as error:
@@ -284,6 +284,20 @@ class FrameReader:
         if self._violation is not None:
             raise RemoteProtocolError(self._violation)
 
+    def _take_whole(self, view: memoryview, at: int, end: int) -> int:
+        """Takes the frames that lie in `view[at:end]` from their first byte to their last; where they end."""
+        while end - at >= HEADER.size:
+            cls, meta_len, blob_len = self._read_header(view, at)
+            meta_at = at + HEADER.size
+            blob_at = meta_at + meta_len
+            if blob_at + blob_len > end:
+                break
+            message = _read_meta(cls, view[meta_at:blob_at], blob_len)
+            at = blob_at + blob_len
+            # One copy out of what will be used again, so that the frame outlives it.
+            self._ready.append(Frame(message, memoryview(bytes(view[blob_at:at])) if blob_len else _NO_BLOB))
+        return at
+
     def _advance(self) -> bool:
         """One stage of one frame; False if it needs more bytes."""
         if self._blob is not None:
@@ -296,12 +310,14 @@ class FrameReader:
         if self._cls is None:
             if have < HEADER.size:
                 return False
-            self._read_header()
+            self._cls, self._meta_len, self._blob_len = self._read_header(self._view, self._lo)
+            self._lo += HEADER.size
             return True
         if self._message is None:
             if have < self._meta_len:
                 return False
-            self._read_meta()
+            self._message = _read_meta(self._cls, self._view[self._lo : self._lo + self._meta_len], self._blob_len)
+            self._lo += self._meta_len
             return True
         if have >= self._blob_len:
             # One copy out of the ring, so that the frame outlives the ring's reuse.
@@ -317,8 +333,8 @@ class FrameReader:
         self._lo = self._hi = 0
         return False
 
-    def _read_header(self) -> None:
-        meta_len, blob_len, kind, version, flags = HEADER.unpack_from(self._ring, self._lo)
+    def _read_header(self, view: memoryview, at: int) -> tuple[type[Message], int, int]:
+        meta_len, blob_len, kind, version, flags = HEADER.unpack_from(view, at)
         if version != FRAME_VERSION or flags != 0:
             raise RemoteProtocolError(
                 f"frame version {version}, flags {flags}: this side speaks version {FRAME_VERSION}, flags 0"
@@ -331,27 +347,23 @@ class FrameReader:
         problem = _check_lengths(cls, meta_len, blob_len)
         if problem:
             raise RemoteProtocolError(f"kind {kind}, {problem}")
-        self._lo += HEADER.size
-        self._cls, self._meta_len, self._blob_len = cls, meta_len, blob_len
-
-    def _read_meta(self) -> None:
-        cls = self._cls
-        assert cls is not None
-        meta = self._view[self._lo : self._lo + self._meta_len]
-        try:
-            message = unpack_struct(meta, cls)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise RemoteProtocolError(
-                f"kind {MESSAGE_TO_KIND[cls]}, {cls.__name__}: bad meta of {self._meta_len} bytes"
-                f" (limit {META_LIMIT}): {type(error).__name__}: {str(error)[:200]}"
-            ) from None
-        problem = _check_blob(message, self._blob_len)
-        if problem:
-            raise RemoteProtocolError(f"kind {MESSAGE_TO_KIND[cls]}, {problem}")
-        self._lo += self._meta_len
-        self._message = message
+        return cls, meta_len, blob_len
 
     def _finish(self, blob: memoryview) -> None:
         assert self._message is not None
         self._ready.append(Frame(self._message, blob))
         self._cls = self._message = None
+
+
+def _read_meta(cls: type[Message], meta: memoryview, blob_len: int) -> Message:
+    try:
+        message = unpack_struct(meta, cls)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RemoteProtocolError(
+            f"kind {MESSAGE_TO_KIND[cls]}, {cls.__name__}: bad meta of {meta.nbytes} bytes"
+            f" (limit {META_LIMIT}): {type(error).__name__}: {str(error)[:200]}"
+        ) from None
+    problem = _check_blob(message, blob_len)
+    if problem:
+        raise RemoteProtocolError(f"kind {MESSAGE_TO_KIND[cls]}, {problem}")
+    return message

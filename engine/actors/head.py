@@ -210,6 +210,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             nursery.start_soon(balancer.run)
             nursery.start_soon(run_clients, ports.requests, router, hello, _pick(ClientLimits, limits))
             nursery.start_soon(run_deadlines, router, limits.abort_s / 8)
+            nursery.start_soon(router.tokens.run)
             nursery.start_soon(watch_signals)
             nursery.start_soon(watch_ready)
             if ports.parent_gone is not None:

@@ -8,8 +8,8 @@ since each is bounded by what was started.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import trio
 
@@ -27,14 +27,12 @@ INBOX_FACTS = 4096
 """Facts that may wait before readers wait."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeadFrame:
+class HeadFrame(NamedTuple):
     message: Message
     blob: memoryview
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerFrame:
+class PeerFrame(NamedTuple):
     link: int
     message: Message
     blob: memoryview
@@ -87,8 +85,7 @@ class PagesRead:
     checksums: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(NamedTuple):
     result: StepResult
 
 
@@ -160,7 +157,16 @@ class Inbox:
     def put(self, fact: Fact) -> None:
         """Adds a fact that this process made itself; never waits."""
         self._facts.append(fact)
-        self._news.unpark_all()
+        self.ring()
+
+    def add(self, fact: Fact) -> None:
+        """The same by somebody who takes it himself: nobody is woken."""
+        self._facts.append(fact)
+
+    def ring(self) -> None:
+        """Wakes the taker, whether there is a fact or not."""
+        if self._news:
+            self._news.unpark_all()
 
     async def put_frame(self, fact: HeadFrame | PeerFrame) -> None:
         """Adds a frame of another process, once there is room."""
@@ -175,10 +181,13 @@ class Inbox:
             self._room.unpark_all()
         return facts
 
-    async def wait(self, due: float = math.inf) -> None:
-        """Until there is a fact to take, or the alarm rings at the trio time `due`."""
+    def set_alarm(self, due: float) -> None:
+        """When the taker is woken at the latest, a trio time."""
         if self._alarm.deadline != due:
             self._alarm.deadline = due
+
+    async def wait(self) -> None:
+        """Until there is a fact to take, or somebody rings, as the alarm does."""
         if not self._facts:
             await self._news.park()
 

@@ -20,7 +20,7 @@ from engine.actors.lockstep import Lockstep, Preparing, run_loads, run_prepare
 from engine.actors.pair import Callers, PairSettings, run_dialler, serve_pairs
 from engine.actors.push import run_push
 from engine.actors.report import UNREAD_BYTES, run_lag, run_report
-from engine.actors.step import Garbage, Side, Tickets, run_step, run_waiter
+from engine.actors.step import Garbage, Side, StepLoop
 from engine.actors.verify import run_verify
 from engine.core.decode import DecodeSide
 from engine.core.effects import ReadBack, StartCopy, StartPush
@@ -172,7 +172,6 @@ async def _run_side(
     settings = PairSettings(identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s)
     links, meters, pushed = Links(), Meters(), PushMeter()
     side: Side
-    tickets = Tickets()
     # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
     send_push, pushes = trio.open_memory_channel[StartPush](info.num_pages)
     # What is read back holds its slab until it was read.
@@ -229,11 +228,10 @@ async def _run_side(
         if ports.process.is_own:  # else the lag is not this rank's
             nursery.start_soon(run_lag, meters)
         nursery.start_soon(inbox.run_alarm)
-        nursery.start_soon(run_waiter, device, tickets, inbox)
         garbage = Garbage(is_own=ports.process.is_own)
-        await run_step(
-            side, device, head, inbox, links, tickets, send_push, send_reading, meters, garbage, ports.audit, group
-        )
+        loop = StepLoop(side, device, head, inbox, links, send_push, send_reading, meters, garbage, ports.audit, group)
+        nursery.start_soon(loop.run_waiter)
+        await loop.run()
         nursery.cancel_scope.cancel()
 
 

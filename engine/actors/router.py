@@ -1,7 +1,8 @@
 """Router: the table of requests in the head. It decides who computes what, and tells both ranks at once.
 
 The Router is a table with methods, not a task: clients' connections and ranks' links call it with what they received,
-it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came.
+it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came. Only
+tokens stay for a turn of the loop (see `forward`), and nothing that is said of their request overtakes them.
 
 A request's life here:
 
@@ -26,6 +27,7 @@ import msgspec
 import trio
 
 from engine.actors.admission import check_submission
+from engine.actors.forward import Forwarder
 from engine.actors.listing import list_requests
 from engine.actors.rows import RowTable
 from engine.actors.seats import Client, Entry, Part, Seat
@@ -87,6 +89,8 @@ class Router:
     def __init__(self, limits: RouterLimits) -> None:
         self._limits = limits
         self._rows = RowTable()
+        self.tokens = Forwarder(self._forward, self._blame)
+        """Tokens of ranks on their way to clients; the head runs it."""
         self._entries: dict[int, Entry] = {}
         self._clients: dict[int, Client] = {}
         self._seats: dict[int, Seat] = {}
@@ -163,6 +167,7 @@ class Router:
 
     def client_left(self, client: Client) -> None:
         """Its requests are aborted wherever they are; nobody waits for them any more."""
+        self.tokens.flush()
         del self._clients[client.key]
         client.dropped = True
         for number in list(client.request_to_number.values()):
@@ -276,8 +281,9 @@ class Router:
         for frame in frames:
             message = frame.message
             if isinstance(message, TokensEmitted):
-                self._forward(rank, message, frame.blob)
+                self._hear_tokens(rank, message, frame.blob)
             elif isinstance(message, LogprobsEmitted):
+                self.tokens.flush()
                 for key, part, columns in self._rows.split_scores(message, frame.blob):
                     self._clients[key].tell(part, columns)
             elif isinstance(message, PromptScored):
@@ -313,14 +319,21 @@ class Router:
                 self._fail(entry, "rank_lost", f"{seat.role} rank {rank} is lost: {why}", retryable=True)
         self._dispatch()
 
-    def _forward(self, rank: int, message: TokensEmitted, blob: bytes | memoryview) -> None:
-        num_tokens = 0
-        for key, part, columns in self._rows.split(message, blob).parts:
-            num_tokens += part.num_tokens
-            self._clients[key].tell(part, columns)
+    def _hear_tokens(self, rank: int, message: TokensEmitted, blob: bytes | memoryview) -> None:
         seat = self._seats.get(rank)
         if seat is not None:
-            self._traffic.note_frame(seat.turns, message.num_rows, num_tokens, trio.current_time())
+            self._traffic.note_turn(seat.turns, message.num_rows, trio.current_time())
+        self.tokens.add(rank, message, blob)
+
+    def _forward(self, message: TokensEmitted, blob: bytes | memoryview) -> None:
+        for key, part, columns in self._rows.split(message, blob).parts:
+            self._traffic.generated_tokens += part.num_tokens
+            self._clients[key].tell(part, columns)
+
+    def _blame(self, rank: int, why: str) -> None:
+        seat = self._seats.get(rank)
+        if seat is not None:
+            seat.fault(why)
 
     def _started(self, rank: int, message: RequestStarted) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
@@ -346,6 +359,7 @@ class Router:
         if started is None:
             raise RemoteProtocolError(f"request {message.request} finished without a start")
         if entry.client is not None:
+            self.tokens.flush()
             self._traffic.note_finish(message)
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
@@ -534,6 +548,7 @@ class Router:
     def _forget_client(self, entry: Entry) -> None:
         """From here on nothing of the request reaches a client."""
         if entry.client is not None:
+            self.tokens.flush()
             del entry.client.request_to_number[entry.submit.request]
             entry.client = None
             self._rows.mute(entry.number)

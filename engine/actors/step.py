@@ -1,9 +1,9 @@
-"""run_step: the loop at the heart of a rank, and the only writer of its sequences, queues and pages.
+"""StepLoop: the loop at the heart of a rank, and the only writer of its sequences, queues and pages.
 
 One turn: take all that has arrived, without waiting; expire, grant, plan and submit, so that the device has its next
 step before anything else is done; then carry out the effects (tokens of the step before, grants, pushes); then wait for
-any input. A result is an input like any other: `run_waiter` brings it. So two steps are in the device's queue, and
-what the host does for a step is done while the device works on the next.
+any input. So two steps are in the device's queue, and what the host does for a step is done while the device works on
+the next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import gc
 import logging
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -85,6 +86,11 @@ class Garbage:
         self.steps = 0
         self._is_own = is_own
 
+    def look(self) -> None:
+        """Steps are queued: collects if the last time was long ago."""
+        if self.steps >= COLLECT_STEPS:
+            self._collect()
+
     async def wait(self, inbox: Inbox, side: Side, *, is_idle: bool) -> None:
         """Waits for input; at idle it collects, and has the side count its memory, where that costs nothing."""
         if is_idle and self.steps:
@@ -93,8 +99,6 @@ class Garbage:
             if not rest.cancelled_caught:
                 return
             side.check()
-            self._collect()
-        elif self.steps >= COLLECT_STEPS:
             self._collect()
         await inbox.wait()
 
@@ -105,7 +109,7 @@ class Garbage:
 
 
 class Tickets:
-    """Submitted steps on their way from the loop to the waiter, at most `QUEUED_STEPS`.
+    """Submitted steps on their way from a turn to the waiter, at most `QUEUED_STEPS`.
 
     No channel: that yields to the scheduler at each `receive`, though the device's `wait` is about to do so anyway.
     """
@@ -126,52 +130,69 @@ class Tickets:
         return self._waiting.popleft()
 
 
-async def run_waiter(device: Device, tickets: Tickets, inbox: Inbox) -> None:
-    """Awaits submitted steps in order and brings their results; ends with the device."""
-    while True:
-        ticket = await tickets.wait()
-        try:
-            result = await _wait_step(device, ticket, inbox)
-        except DeviceError as error:
-            inbox.put(DeviceFailed(error))
-            return
-        inbox.put(StepDone(result))
+class StepLoop:
+    """The loop and the waiter of its steps: two tasks, `run` and `run_waiter`, that take the same turns.
 
-
-async def _wait_step(device: Device, ticket: Ticket, inbox: Inbox) -> StepResult:
-    """A step of a group that loses a member runs again in the next membership; the device bounds the wait for that."""
-    while True:
-        try:
-            return await device.wait(ticket)
-        except GroupBroken as error:
-            inbox.put(GroupLost(error))
-
-
-async def run_step(
-    side: Side,
-    device: Device,
-    head: FrameStream,
-    inbox: Inbox,
-    links: Links,
-    tickets: Tickets,
-    pushes: trio.MemorySendChannel[StartPush],
-    readings: trio.MemorySendChannel[ReadBack],
-    meters: Meters,
-    garbage: Garbage,
-    audit: Callable[[Audited], None] | None,
-    group: Lockstep | None = None,
-) -> None:
-    """The loop. Returns once it was told to drain and everything is answered, and its group has agreed to stop.
-
-    Raises:
-        DeviceError: the device failed; every request was answered with `device_failed` before.
-        RemoteProtocolError: the head broke the protocol.
-        PeerGone, Overflow: the head's stream takes no more.
+    A turn has no checkpoint, so there is never more than one. Whoever is awake takes it: the waiter the turn that a
+    result asks for, `run` all others. So a step wakes one task of the rank, and not one that wakes another.
     """
-    submitted_us: collections.deque[int] = collections.deque()
-    while True:
+
+    def __init__(
+        self,
+        side: Side,
+        device: Device,
+        head: FrameStream,
+        inbox: Inbox,
+        links: Links,
+        pushes: trio.MemorySendChannel[StartPush],
+        readings: trio.MemorySendChannel[ReadBack],
+        meters: Meters,
+        garbage: Garbage,
+        audit: Callable[[Audited], None] | None,
+        group: Lockstep | None = None,
+    ) -> None:
+        self._side, self._device, self._head, self._inbox, self._links = side, device, head, inbox, links
+        self._pushes, self._readings, self._meters, self._garbage = pushes, readings, meters, garbage
+        self._audit, self._group = audit, group
+        self._tickets = Tickets()
+        self._submitted_us: collections.deque[int] = collections.deque()
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Takes turns until it was told to drain, everything is answered, and its group has agreed to stop.
+
+        Raises:
+            DeviceError: the device failed; every request was answered with `device_failed` before.
+            RemoteProtocolError: the head broke the protocol.
+            PeerGone, Overflow: the head's stream takes no more.
+        """
+        while not self._is_over:
+            self._turn()
+            if not self._is_over:
+                self._set_alarm()
+                is_idle = not self._submitted_us and self._side.next_deadline_us is None
+                await self._garbage.wait(self._inbox, self._side, is_idle=is_idle)
+
+    async def run_waiter(self) -> None:
+        """Awaits submitted steps in order, and takes a turn with each result; ends with the device. Raises as `run`."""
+        while not self._is_over:
+            ticket = await self._tickets.wait()
+            try:
+                result = await _wait_step(self._device, ticket, self._inbox)
+            except DeviceError as error:
+                self._inbox.put(DeviceFailed(error))
+                return
+            self._inbox.add(StepDone(result))
+            self._turn()
+            if self._is_over or not self._submitted_us:
+                self._inbox.ring()  # to end, or to rest as idle
+            else:
+                self._set_alarm()
+
+    def _turn(self) -> None:
+        side, group, meters, submitted_us = self._side, self._group, self._meters, self._submitted_us
         now_us = _now_us()
-        for fact in inbox.take():
+        for fact in self._inbox.take():
             if isinstance(fact, StepDone):
                 if group is None or group.take_result(fact.result):
                     _measure(meters, fact.result, submitted_us, now_us)
@@ -181,15 +202,15 @@ async def run_step(
                     # No progress, but the step behind it, if it has rows, could not begin before.
                     meters.last_step_us = now_us
             elif isinstance(fact, DeviceFailed):
-                _give_up(side, fact.error, head)
+                _give_up(side, fact.error, self._head)
             elif group is None or not group.take(fact):
-                _handle(side, fact, links, now_us)
+                _handle(side, fact, self._links, now_us)
         deadline_us = side.next_deadline_us
         if deadline_us is not None and deadline_us <= now_us:
             side.expire(now_us)
         side.settle(now_us)
         if group is not None:
-            _settle_group(group, side, head)
+            _settle_group(group, side, self._head)
         while len(submitted_us) < QUEUED_STEPS:
             plan = side.plan(now_us)
             if group is not None:
@@ -197,32 +218,40 @@ async def run_step(
             if plan is None:
                 break
             try:
-                ticket = device.submit(plan)
+                ticket = self._device.submit(plan)
             except DeviceError as error:
-                _give_up(side, error, head)
+                _give_up(side, error, self._head)
             submitted_us.append(_now_us())
-            garbage.steps += 1
-            tickets.put(ticket)
+            self._garbage.steps += 1
+            self._tickets.put(ticket)
             if meters.last_step_us is None:
                 meters.last_step_us = submitted_us[-1]
-        _carry_out(side.take_outbox(), head, links, pushes, readings)
-        if audit is not None:
-            audit(side)
+        _carry_out(side.take_outbox(), self._head, self._links, self._pushes, self._readings)
+        if self._audit is not None:
+            self._audit(side)
         if group is not None:
             group.carry_out()
             if not group.has_rows:
                 meters.last_step_us = None
-            if group.is_over(is_drained=side.is_drained):
-                return
+            self._is_over = group.is_over(is_drained=side.is_drained)
         elif not submitted_us:
             meters.last_step_us = None
-            if side.is_drained:
-                return
-        deadline_us = side.next_deadline_us
-        if deadline_us is None:
-            await garbage.wait(inbox, side, is_idle=not submitted_us)
-        else:
-            await inbox.wait(deadline_us / 1e6 + 1e-6)
+            self._is_over = side.is_drained
+        if submitted_us:
+            self._garbage.look()
+
+    def _set_alarm(self) -> None:
+        deadline_us = self._side.next_deadline_us
+        self._inbox.set_alarm(math.inf if deadline_us is None else deadline_us / 1e6 + 1e-6)
+
+
+async def _wait_step(device: Device, ticket: Ticket, inbox: Inbox) -> StepResult:
+    """A step of a group that loses a member runs again in the next membership; the device bounds the wait for that."""
+    while True:
+        try:
+            return await device.wait(ticket)
+        except GroupBroken as error:
+            inbox.put(GroupLost(error))
 
 
 def _settle_group(group: Lockstep, side: Side, head: FrameStream) -> None:

@@ -112,8 +112,9 @@ class Unanswered:
         self._ids[places, waiting] = ids
         self._waiting[places] = waiting + 1
         self._count[places] = indices + 1
-        first_at = self._first_at[places]
-        self._first_at[places] = np.where(first_at == 0.0, now, first_at)
+        is_first = self._first_at[places] == 0.0
+        if is_first.any():
+            self._first_at[places[is_first]] = now
         self._last_at[places] = now
         return Came(self, places, ids)
 

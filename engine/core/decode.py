@@ -231,6 +231,9 @@ class DecodeSide:
             granted.append(sequence)
         for sequence in granted:
             self._move(sequence, DecodeEvent.ROOM)
+        if not self.arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
+            self._fence.rest()
+            return
         for writer, num_pages in self._fence.look(
             self.arena,
             self._epochs.values(),

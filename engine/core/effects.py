@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from engine.core.group import Membership
 from engine.core.placement import Placement
@@ -11,16 +12,14 @@ from engine.core.request import RequestKey
 from transport.messages import Message
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToHead:
+class ToHead(NamedTuple):
     """Send to the head."""
 
     message: Message
     blob: bytes = b""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToPeer:
+class ToPeer(NamedTuple):
     """Send over the pair stream `link`; a link that is gone meanwhile swallows it."""
 
     link: int

@@ -38,6 +38,12 @@ class Fence:
         self.next_us: int | None = None
         """When to look again, if nothing happens until then."""
 
+    def rest(self) -> None:
+        """Nothing is in quarantine."""
+        if self._accused or self.next_us is not None:
+            self._accused.clear()
+            self.next_us = None
+
     def look(
         self,
         arena: Arena,
@@ -55,8 +61,8 @@ class Fence:
             is_linked: whether a prefill rank has a pair stream.
         """
         self.next_us = None
-        if not arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
-            self._accused.clear()
+        if not arena.slabs.count(PageState.QUARANTINED):
+            self.rest()
             return []
         is_capped = any(
             pool.count(PageState.QUARANTINED) >= self._share * pool.total for pool in (arena.pages, arena.slabs)

@@ -219,8 +219,8 @@ class StepResult:
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
-        row_tokens: per decode row, the sampled token; an `array.array` where the device has them as a column. With
-            drafts all new tokens of each row, one row after the other.
+        row_tokens: per decode row, the sampled token; a `memoryview` of int32 where the device has them as a
+            column. With drafts all new tokens of each row, one row after the other.
         row_counts: with drafts, how many of them each row has: at least 1, but 0 for a row whose sequence had reached
             its end on the device. None: one each.
         row_proposed: with drafts, how many drafted tokens were verified in each row; `row_counts - 1` of them held.

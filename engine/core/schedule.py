@@ -103,8 +103,8 @@ class Applied:
         rows: the tokens of live rows, and what they mean; None for a step without rows.
     """
 
-    chunks: list[tuple[Prompt, int | None, int, bool]] = dataclasses.field(default_factory=list)
-    rows: NewTokens | None = None
+    chunks: list[tuple[Prompt, int | None, int, bool]]
+    rows: NewTokens | None
     chunk_scores: Scores | None = None
     target_scores: tuple[tuple[Prompt, Scores], ...] = ()
 
@@ -136,6 +136,8 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
     if num_rows != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
     applied = Applied(
+        [],
+        None,
         chunk_scores=result.chunk_scores,
         target_scores=tuple([(flight.chunks[chunk][0], scores) for chunk, scores in result.target_scores]),
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
+
+import numpy as np
 
 from transport.messages import RankSnapshot
 
@@ -14,7 +17,7 @@ class Histogram:
     def __init__(self, capacity: int = 1024) -> None:
         if capacity < 1:
             raise ValueError(f"a histogram of {capacity} values holds nothing")
-        self._values: list[int] = []
+        self._values = array("q")
         self._capacity = capacity
         self._at = 0
 
@@ -32,8 +35,8 @@ class Histogram:
         """Nearest-rank percentiles, one per share in (0, 1]; zeros while empty."""
         if not self._values:
             return (0,) * len(shares)
-        ordered = sorted(self._values)
-        return tuple(ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in shares)
+        ordered = np.sort(np.frombuffer(self._values, np.int64))
+        return tuple(int(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) for share in shares)
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,6 +17,7 @@ from engine.errors import RemoteProtocolError
 from transport.messages import TokensEmitted
 
 ROW_BYTES = 8 + 4 + 4 + 4
+_ONE = (1).to_bytes(4, "little")
 
 
 class EmittedRow(NamedTuple):
@@ -65,11 +66,11 @@ class TokenBuffer:
         if not is_plain and len(set(requests.tolist())) < num_rows:
             num_rows, num_tokens, blob = pack_tokens(_gather_rows(columns))
             return TokensEmitted(step, num_rows, num_tokens), blob
-        attempts, indices, tokens = columns[1:]
-        counts = np.ones(num_rows, np.int32)
-        longs = requests.astype("<i8", copy=False).tobytes()
-        ints = [column.astype("<i4", copy=False).tobytes() for column in (attempts, indices, counts, tokens)]
-        return TokensEmitted(step, num_rows, num_rows), b"".join((longs, *ints))
+        if sys.byteorder == "big":
+            columns = (requests.byteswap(), columns[1].byteswap(), columns[2].byteswap(), columns[3].byteswap())
+        longs, attempts, indices, tokens = [column.tobytes() for column in columns]
+        blob = b"".join((longs, attempts, indices, _ONE * num_rows, tokens))
+        return TokensEmitted(step, num_rows, num_rows), blob
 
     def _join_singles(self) -> None:
         if self._singles:

@@ -73,9 +73,9 @@ class Traffic:
         self.prompt_tokens += started.prompt_tokens
         self.cached_tokens += started.cached_tokens
 
-    def note_frame(self, turns: Turns, num_rows: int, num_tokens: int, now: float) -> None:
-        """Tokens of a rank came: so many rows, and so many tokens that somebody waited for."""
-        self.generated_tokens += num_tokens
+    def note_turn(self, turns: Turns, num_rows: int, now: float) -> None:
+        """A frame of a rank brought tokens for so many rows. `generated_tokens` is the caller's to count: it knows
+        which of them somebody waits for."""
         again = num_rows - turns.starts
         if again > 0 and turns.turn_at is not None:
             self.itl.add(1e6 * (now - turns.turn_at), again)

@@ -97,7 +97,6 @@ class Auditor:
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
         self._books: dict[Life, DecodeBooks] = {}
-        self._turns: dict[Life, int] = {}
         self.num_landings = 0
         self.num_commits = 0
 
@@ -110,7 +109,6 @@ class Auditor:
     def died(self, life: Life) -> None:
         """Its death is certain: it writes no more, and what it granted is gone with it."""
         self._books.pop(life, None)
-        self._turns.pop(life, None)
         for books in self._books.values():
             for epoch in [epoch for epoch in books.open.values() if epoch.writer == life]:
                 self._close(books, epoch)
@@ -121,12 +119,11 @@ class Auditor:
 
     # ------------------------------------------------------------ turns
 
-    def turn(self, life: Life, side: object, device: SimDevice) -> None:
-        """After a turn of a rank's step loop."""
-        assert isinstance(side, DecodeSide | PrefillSide)
-        count = self._turns[life] = self._turns.get(life, 0) + 1
+    def turn(self, life: Life, side: object, device: SimDevice, count: int) -> None:
+        """After a turn of a rank's step loop, the `count`-th of this life."""
         gauges_due = count % self._period == 0
         if gauges_due:
+            assert isinstance(side, DecodeSide | PrefillSide)
             try:
                 side.check()
             except LocalProtocolError as error:
@@ -137,11 +134,15 @@ class Auditor:
             if waiting > self._max_waiting:
                 raise Violation("bounds", f"{life.name}: {waiting} requests wait (limit {self._max_waiting})")
         for ticket in device.queue:
+            if ticket.is_checked and not gauges_due:
+                continue
+            ticket.is_checked = True
             plan = ticket.plan
             ids = sum([chunk.num_tokens for chunk in plan.chunks])
             if len(plan.rows) > self._decode_rows or ids > self._chunk_tokens:
                 raise Violation("bounds", f"{life.name}: step {plan.step} has {len(plan.rows)} rows and {ids} ids")
             if gauges_due:
+                assert isinstance(side, DecodeSide | PrefillSide)
                 for named in [(chunk.slab, chunk.pages) for chunk in plan.chunks]:
                     self._check_named(life, plan.step, *named, side.arena)
                 for named in [(row.slab, row.pages) for row in plan.rows]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.core.group import Membership
 from engine.core.pact import Agreement, GroupStep, Words
+from engine.core.plan import Roster
 from engine.errors import GroupBroken
 from engine.sim.device import SimDevice, SimTicket
 from engine.sim.meters import LogHistogram
@@ -81,6 +82,8 @@ class Circle:
         self.finishers: list[Seat] | None = None
         self.stalled_since: float | None = None
         self.ends_at = 0.0
+        self.sound_at = -1.0
+        """When all slots were last looked at, under the epochs that are active."""
 
 
 class Seat:
@@ -97,6 +100,8 @@ class Seat:
         self.words: Words | None = None
         self.step_rows: np.ndarray | None = None
         """By domain, of the step that it arrived in; None for an empty one."""
+        self.counted: tuple[Roster, np.ndarray, int] | None = None
+        """The rows of a roster by domain, and all of them."""
         self.since = 0.0
         self.copy_s = 0.0
         """Time of its link for copies that it began since the last step."""

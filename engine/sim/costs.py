@@ -60,16 +60,15 @@ class RooflineCosts:
     has_experts: bool = False
 
     def __call__(self, plan: StepPlan) -> float:
-        ids, context = len(plan.rows), 0
-        if ids:
-            context = int(plan.columns.positions.sum())
+        ids = rows = len(plan.rows)
+        context = int(plan.columns.positions.sum()) if rows else 0
         for chunk in plan.chunks:
             ids += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + chunk.num_tokens // 2)
         tokens = self.ranks * ids
         hit = self.experts / self.ranks * (1 - (1 - 6 / self.experts) ** tokens)
         weights_s = (self.dense_bytes + self.layers * hit * self.expert_bytes) / self.read_bytes_per_s
-        kv_s = len(plan.rows) and self.kv_bytes * context / self.read_bytes_per_s
+        kv_s = rows and self.kv_bytes * context / self.read_bytes_per_s
         token_flops = self.token_flops - (self.routed_flops if self.has_experts else 0.0)
         math_s = (token_flops * ids + self.context_flops * context) / self.flops
         exchange_s = self.exchange_floor_s + self.exchange_bytes * ids / self.exchange_bytes_per_s

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import bisect
 import collections
-import ctypes
 import dataclasses
 import itertools
 import math
 import struct
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -29,7 +27,9 @@ from engine.core.pact import GroupStep
 from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError
 from engine.ports import DeviceInfo, ExpertSlots
+from engine.sim.bell import Bell
 from engine.sim.costs import FlatCosts
+from engine.sim.pool import Pool
 from engine.sim.text import EOS, Words, append_chain, append_chains, draw, draw_many, extend_chain, seed_mix
 from engine.sim.violation import Violation
 from transport.checksum import BlockReader
@@ -61,7 +61,10 @@ class SimTicket:
     done_at: float = math.inf
     result: StepResult | None = None
     error: DeviceError | None = None
-    lot: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
+    is_checked: bool = False
+    """The auditor has seen that it keeps to the bounds."""
+    over: Bell = dataclasses.field(default_factory=Bell)
+    """Rung when it is over, or broken off."""
 
 
 class Place(Protocol):
@@ -77,11 +80,13 @@ class Place(Protocol):
 
 
 class _Cast:
-    """What the device keeps of a roster while it stays."""
+    """What the device keeps of a roster while it stays. `tables` and `slabs` are numbers of the pool's units."""
 
-    def __init__(self, roster: Roster | None) -> None:
+    def __init__(self, roster: Roster | None, first_page: int, first_slab: int) -> None:
         self.roster = roster
         sampling = () if roster is None else roster.sampling
+        if roster is not None:
+            self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
         self.lines = np.arange(len(sampling))
         self.mixes: Words = np.array([seed_mix(each) for each in sampling], np.uint32)
         self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
@@ -97,6 +102,7 @@ class SimDevice:
         reads_all: a row reads every page of its history in each step, else the last, and all when it begins a page.
         fail_at_step, hang_at_step: from that step on it fails; that step never ends.
         checksum_s: virtual seconds that the checksum of one block takes.
+        pool: has its memory; one of its own otherwise.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class SimDevice:
         name: str = "sim",
         layout_digest: str = "",
         checksum_s: float = 0.0,
+        pool: Pool | None = None,
     ) -> None:
         self._eos_share = eos_share
         self._costs = costs
@@ -135,15 +142,12 @@ class SimDevice:
         """Number of the step that is submitted next."""
         self.queue: collections.deque[SimTicket] = collections.deque()
         """Submitted and not over."""
-        self._arena = ctypes.create_string_buffer(num_pages * _PAGE.size + num_slabs * _SLAB.size)
-        self._bytes = memoryview(self._arena).cast("B")
-        self._slabs_at = num_pages * _PAGE.size
-        self._page_tags = np.frombuffer(self._bytes, _PAGES, num_pages)
-        self._slab_tags = np.frombuffer(self._bytes, _SLABS, num_slabs, self._slabs_at)
-        # The same as numbers: those are joined without a look at the fields.
-        self._page_words = self._page_tags.view(np.int64).reshape(-1, _PAGE.size // 8)
-        self._slab_words = self._slab_tags.view(np.int64).reshape(-1, _SLAB.size // 8)
-        self._cast = _Cast(None)
+        self._pool = make_pool(1, num_pages, num_slabs) if pool is None else pool
+        assert self._pool.sizes == (num_pages, num_slabs)
+        self._first_page, self._first_slab, self._pages_at, self._slabs_at = self._pool.take()
+        self._bytes = self._pool.buffer
+        self._whole = b""
+        self._cast = _Cast(None, 0, 0)
         self._free_at = 0.0
         self._why_dead = ""
         self._place: Place | None = None
@@ -174,10 +178,10 @@ class SimDevice:
             self._place.stop_until(until)
 
     def block_runs(self) -> Sequence[BlockRun]:
-        address, info = ctypes.addressof(self._arena), self.info
+        address, info = self._pool.address, self.info
         slots = () if self._place is None else self._place.runs()
         return (
-            BlockRun(address, info.page_bytes, info.num_pages),
+            BlockRun(address + self._pages_at, info.page_bytes, info.num_pages),
             BlockRun(address + self._slabs_at, info.slab_bytes, info.num_slabs),
             *slots,
         )
@@ -204,11 +208,22 @@ class SimDevice:
         return ticket
 
     async def wait(self, ticket: SimTicket) -> StepResult:
-        if self._place is not None:
-            await self._wait_in_place(self._place, ticket)
+        place = self._place
+        if place is not None:
+            # Until the step is over, or broken off.
+            if ticket.result is not None or ticket.error is not None:
+                await trio.lowlevel.checkpoint()
+            while ticket.result is None and ticket.error is None:
+                broken = place.take_break(ticket)
+                if broken is not None:
+                    raise broken
+                await ticket.over.wait()
+            broken = place.take_break(ticket)
+            if broken is not None:
+                raise broken
         elif ticket.result is None and ticket.error is None:
             if self._group is not None:
-                await ticket.lot.park()
+                await ticket.over.wait()
             else:
                 await self._sleep_until(ticket.done_at)
             while self.queue and self.queue[0].done_at <= ticket.done_at and ticket.done_at < math.inf:
@@ -219,19 +234,6 @@ class SimDevice:
             raise ticket.error
         assert ticket.result is not None
         return ticket.result
-
-    async def _wait_in_place(self, place: Place, ticket: SimTicket) -> None:
-        """Until the step is over, or broken off: raises GroupBroken then."""
-        if ticket.result is not None or ticket.error is not None:
-            await trio.lowlevel.checkpoint()
-        while ticket.result is None and ticket.error is None:
-            broken = place.take_break(ticket)
-            if broken is not None:
-                raise broken
-            await ticket.lot.park()
-        broken = place.take_break(ticket)
-        if broken is not None:
-            raise broken
 
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         num_pages = self.info.num_pages
@@ -261,7 +263,7 @@ class SimDevice:
         while self.queue:
             ticket = self.queue.popleft()
             ticket.error = error
-            ticket.lot.unpark_all()
+            ticket.over.ring()
 
     # ------------------------------------------------------------ the "model"
 
@@ -290,7 +292,7 @@ class SimDevice:
         else:
             self._why_dead = self._why_dead or f"step {ticket.step} failed on the device: {why}"
             ticket.error = DeviceError(f"step {ticket.step}: {self._why_dead}")
-        ticket.lot.unpark_all()
+        ticket.over.ring()
 
     @property
     def runs_together(self) -> bool:
@@ -319,8 +321,10 @@ class SimDevice:
                 return f"{end} tokens need more pages than the {len(pages)} given"
             if max(pages) >= info.num_pages or min(pages) < 0:
                 return f"page id outside the {info.num_pages} pages"
-        if plan.rows and (largest := int(plan.columns.tokens.max())) >= info.vocab_size:
-            return f"token id {largest} outside the vocabulary of {info.vocab_size}"
+        if plan.rows:
+            tokens = plan.columns.tokens
+            if np.count_nonzero(tokens >= info.vocab_size):
+                return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
         return None
 
     def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:
@@ -355,7 +359,7 @@ class SimDevice:
         self._read_history(row, chain)
         grown = append_chain(chain, last)
         if offset:
-            before = _PAGE.unpack_from(self._bytes, pages[index] * _PAGE.size)[3]
+            before = _PAGE.unpack_from(self._bytes, self._pages_at + pages[index] * _PAGE.size)[3]
         else:
             before = chain
         self._write_page(pages[index], request, index, offset + 1, before, grown)
@@ -366,7 +370,7 @@ class SimDevice:
     def keep_cast(self, roster: Roster) -> _Cast:
         """What it keeps of this roster."""
         if self._cast.roster is not roster:
-            self._cast = _Cast(roster)
+            self._cast = _Cast(roster, self._first_page, self._first_slab)
         return self._cast
 
     def _check_history(self, rows: DecodeRows, at: int, index: int, chain: int) -> None:
@@ -374,17 +378,23 @@ class SimDevice:
         if not index:
             self._read_history(rows[at], chain)
             return
-        tags = self._page_tags[rows.roster.tables[at, :index]]
-        after = tags["after"]
+        words = self._pool.page_words[self.keep_cast(rows.roster).tables[at, :index]]
+        befores, afters = words[:, 2] & 0xFFFFFFFF, words[:, 2] >> 32 & 0xFFFFFFFF
+        # Bytes are compared in one call each; these arrays are far too small for numpy to be quick.
         is_right = (
-            (tags["request"] == rows.roster.requests[at])
-            & (tags["index"] == np.arange(index))
-            & (tags["filled"] == self.info.page_tokens)
+            words[:, 0].tobytes() == int(rows.roster.requests[at]).to_bytes(8, "little") * index
+            and words[:, 1].tobytes() == self._whole_pages(index)
+            and befores[1:].tobytes() == afters[:-1].tobytes()
         )
-        is_right[1:] &= tags["before"][1:] == after[:-1]
-        if tags["before"][0] or after[-1] != chain or not is_right.all():
+        if not is_right or befores[0] or afters[-1] != chain:
             self._read_history(rows[at], chain)
             raise AssertionError(f"the history of {rows[at]} looks wrong, and is not")
+
+    def _whole_pages(self, count: int) -> bytes:
+        """The second words of the tags of a sequence's first pages, all full."""
+        if len(self._whole) < 8 * count:
+            self._whole = (np.arange(2 * count) | self.info.page_tokens << 32).astype("<i8").tobytes()
+        return self._whole[: 8 * count]
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
         """All pages of a row that begins one: an unbroken chain, which ends at the slab's checksum."""
@@ -397,7 +407,7 @@ class SimDevice:
             self._expect(where, "checksum of its pages against its slab's", after, chain)
 
     def _read_page(self, row: DecodeRow, index: int, filled: int, before: int) -> int:
-        tag = _PAGE.unpack_from(self._bytes, row.pages[index] * _PAGE.size)
+        tag = _PAGE.unpack_from(self._bytes, self._pages_at + row.pages[index] * _PAGE.size)
         if tag[:4] != (row.request, index, filled, before):
             where = f"row of request {row.request} at {row.position}, page {row.pages[index]}"
             self._expect(where, "tag of its page", tag[:4], (row.request, index, filled, before))
@@ -409,7 +419,7 @@ class SimDevice:
             raise Violation("tags", f"{self.info.name}: {where}: {what} is {found}, not {wanted}")
 
     def _write_page(self, page: int, request: int, index: int, filled: int, before: int, after: int) -> None:
-        _PAGE.pack_into(self._bytes, page * _PAGE.size, request, index, filled, before, after)
+        _PAGE.pack_into(self._bytes, self._pages_at + page * _PAGE.size, request, index, filled, before, after)
 
     def _read_slab(self, slab: int) -> tuple[int, int, int, int, int]:
         return _SLAB.unpack_from(self._bytes, self._slabs_at + slab * _SLAB.size)  # type: ignore[return-value]
@@ -420,11 +430,22 @@ class SimDevice:
 
 def run_together(devices: Sequence[SimDevice]) -> list[Sequence[int]]:
     """Computes the oldest step of each, for its `finish_first`; all of them `runs_together`, and are of one make."""
-    return _run_rows([(device, device.queue[0].plan.columns) for device in devices])
+    pools = list(dict.fromkeys([device._pool for device in devices]))
+    told: dict[SimDevice, Sequence[int]] = {}
+    for pool in pools:
+        here = devices if len(pools) == 1 else [device for device in devices if device._pool is pool]
+        told.update(zip(here, _run_rows([(device, device.queue[0].plan.columns) for device in here]), strict=True))
+    return [told[device] for device in devices]
+
+
+def make_pool(devices: int, num_pages: int, num_slabs: int) -> Pool:
+    """Memory for so many devices with so many pages and slabs each."""
+    return Pool(devices, num_pages, _PAGE.size, num_slabs, _SLAB.size)
 
 
 def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[int]]:
-    """`_run_row` for all rows of all steps, as columns: what one call costs does not depend on how many there are.
+    """`_run_row` for all rows of all steps, as columns: what one call costs does not depend on how many there are. All
+    devices share a pool.
 
     A row that does not look right goes to `_run_row`, which says what it is.
     """
@@ -436,13 +457,12 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     requests = _join([rows.roster.requests for _, rows in steps])
     positions = _join([rows.positions for _, rows in steps])
     tokens = _join([rows.tokens for _, rows in steps])
-    slabs = _join([device._slab_words[rows.roster.slabs] for device, rows in steps]).view(_SLABS)[:, 0]
+    page_words, slab_words = first._pool.page_words, first._pool.slab_words
+    slab_ids = _join([cast.slabs for cast in casts])
+    slabs = slab_words[slab_ids].view(_SLABS)[:, 0]
     index, offset = np.divmod(positions, first.info.page_tokens)
-    ids = [
-        rows.roster.tables[cast.lines, index[start:end]]
-        for (_, rows), cast, (start, end) in zip(steps, casts, spans, strict=True)
-    ]
-    pages = _join([device._page_words[units] for (device, _), units in zip(steps, ids, strict=True)]).view(_PAGES)[:, 0]
+    page_ids = _join([cast.tables[cast.lines, index[s:e]] for cast, (s, e) in zip(casts, spans, strict=True)])
+    pages = page_words[page_ids].view(_PAGES)[:, 0]
     chain, last = slabs["chain"], slabs["last"]
     for at in np.flatnonzero(offset == 0).tolist():
         step = bisect.bisect_right(bounds, at) - 1
@@ -473,12 +493,14 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slabs["length"] += 1
     slabs["last"] = drawn
     slabs["chain"] = grown
-    told: list[Sequence[int]] = []
-    for (device, rows), units, (start, end) in zip(steps, ids, spans, strict=True):
-        device._page_tags[units] = pages[start:end]
-        device._slab_tags[rows.roster.slabs] = slabs[start:end]
-        told.append(array("i", drawn[start:end].tobytes()))
-    return told
+    told = drawn.astype(np.int32).data
+    page_words[page_ids], slab_words[slab_ids] = _words(pages), _words(slabs)
+    return [told[start:end] for start, end in spans]
+
+
+def _words(tags: np.ndarray) -> np.ndarray:
+    """The same as numbers, a line each."""
+    return tags.view(np.int64).reshape(len(tags), -1)
 
 
 def _join(columns: list[np.ndarray]) -> np.ndarray:

@@ -52,8 +52,9 @@ class ExpertAuditor:
 
     # ------------------------------------------------------------ steps
 
-    def begin(self, group: SimGroup, circle: Circle) -> None:
-        """All members have arrived in a step."""
+    def begin(self, group: SimGroup, circle: Circle, *, is_sound: bool) -> None:
+        """All members have arrived in a step. `is_sound`: the step before ended at this instant, under the same epochs,
+        and their slots were looked at then."""
         seats = circle.arrived
         key = (group.name, circle.number)
         if circle.step != self._last.get(key, -1) + 1:
@@ -80,7 +81,8 @@ class ExpertAuditor:
                     raise Violation(
                         "table-epoch", f"{seat.name}: epoch {epoch} of part {PARTS[part]} is another table than others'"
                     )
-        self._check_slots(circle, seats)
+        if not is_sound:
+            self._check_slots(circle, seats)
 
     def end(self, group: SimGroup, circle: Circle, seats: Sequence[Seat]) -> None:
         """These members end a step."""

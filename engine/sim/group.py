@@ -140,12 +140,14 @@ class SimGroup:
             return
         seat.is_arrived, seat.since = True, now
         plan = ticket.plan
-        seat.step_rows = None if plan.is_empty else _rows_by_domain(plan, self.shape.domains)
-        rows = 0 if seat.step_rows is None else int(seat.step_rows.sum())
+        is_empty, rows = plan.is_empty, 0
+        seat.step_rows = None
+        if not is_empty:
+            seat.step_rows, rows = self._count_rows(seat, plan)
         experts = seat.experts
         join = max(experts.joined, circle.number)
         seat.words = Words(
-            seat.generation, rows, int(not plan.is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
+            seat.generation, rows, int(not is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
         )
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):
@@ -153,6 +155,16 @@ class SimGroup:
         elif not circle.has_patience:
             circle.has_patience = True
             self._at(now + self.rules.exchange_s, self._look, circle)
+
+    def _count_rows(self, seat: Seat, plan: StepPlan) -> tuple[np.ndarray, int]:
+        """Rows of a step by domain, and all of them; counted once as long as the same sequences take part."""
+        if plan.chunks:
+            counts = _rows_by_domain(plan, self.shape.domains)
+            return counts, int(counts.sum())
+        roster = plan.columns.roster
+        if seat.counted is None or seat.counted[0] is not roster:
+            seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
+        return seat.counted[1:]
 
     def _look(self, circle: Circle) -> None:
         """Some have waited for others."""
@@ -173,7 +185,7 @@ class SimGroup:
         circle.is_running = True
         circle.arrived.sort(key=lambda seat: seat.place)
         seats = circle.arrived
-        self.auditor.begin(self, circle)
+        self.auditor.begin(self, circle, is_sound=circle.sound_at == self._now())
         words = [seat.words for seat in seats if seat.words is not None]
         circle.agreed = agree(words, circle.active, circle.number, self.rules.idle_steps)
         # As if a step's exchanges waited for the copies on the same link.
@@ -181,9 +193,10 @@ class SimGroup:
         is_copying = any(seat.copy_s for seat in seats)
         for seat in seats:
             seat.copy_s = 0.0
-        expert_s = self._count_pairs(circle) if any(word.rows for word in words) else 0.0
+        has_rows = any(word.rows for word in words)
+        expert_s = self._count_pairs(circle) if has_rows else 0.0
         circle.ends_at = self._now() + dense_s + expert_s
-        if any(word.rows for word in words):
+        if has_rows:
             self.meters.step_s.add(dense_s + expert_s)
             if is_copying:
                 self.meters.copying_s.add(dense_s + expert_s)
@@ -235,6 +248,7 @@ class SimGroup:
         agreed = circle.agreed
         assert agreed is not None
         self.auditor.end(self, circle, seats)
+        circle.sound_at = now if agreed.active == circle.active else -1.0
         circle.is_running, circle.finishers, circle.stalled_since = False, None, None
         circle.arrived = []
         done = GroupStep(circle.number, circle.step, circle.active, agreed.park, agreed.stop)
@@ -286,8 +300,8 @@ class SimGroup:
         device.finish_first(done, drawn)
         if ticket.error is not None:
             return False
-        if rows is not None:
-            self.auditor.count_rows(seat, int(rows.sum()))
+        if rows is not None and seat.words is not None:
+            self.auditor.count_rows(seat, seat.words.rows)
             experts.rows += rows
             experts.steps += 1
         seat.last_step = (done.membership, done.step)
@@ -331,7 +345,7 @@ class SimGroup:
         told = GroupBroken(circle.number, circle.step, lost.rank, lost.why, overdue=lost.overdue)
         seat.breaks.append((ticket, told))
         if ticket is not None:
-            ticket.lot.unpark_all()
+            ticket.over.ring()
         if seat.experts.joined > seat.number:
             self._enter(seat)
         else:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import trio
 
+from engine.sim.bell import Bell
 from engine.sim.clock import Clock
 
 WINDOW_BYTES = 256 << 10
@@ -33,22 +34,38 @@ class WireSpeed:
 class _Direction:
     """Bytes on their way from one end to the other."""
 
-    def __init__(self, clock: Clock, name: str, speed: WireSpeed, tap: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        name: str,
+        speed: WireSpeed,
+        tap: Callable[[str, bytes], None],
+        is_coy: Callable[[], bool],
+    ) -> None:
         self.name = name
         self.speed = speed
         self._clock = clock
         self._tap = tap
+        self._is_coy = is_coy
         self._flying: collections.deque[tuple[float, bytes]] = collections.deque()
         self._arrived: collections.deque[bytes] = collections.deque()
         self._num_bytes = 0
         self._free_at = 0.0
         self._last_arrival = 0.0
         self._is_scheduled = False
-        self._readers = trio.lowlevel.ParkingLot()
+        self._reader = Bell()
         self._writers = trio.lowlevel.ParkingLot()
         self.is_closed_by_writer = False
         self.is_closed_by_reader = False
         self.sent_at = 0.0
+
+    def send_now(self, data: bytes) -> int:
+        """All of it, or nothing: where the sender would wait, where this end is closed, or where it so pleases."""
+        is_open = not self.is_closed_by_writer and not self.is_closed_by_reader
+        if not is_open or self._num_bytes > WINDOW_BYTES or self._is_coy():
+            return 0
+        self._begin(data)
+        return len(data)
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -60,6 +77,9 @@ class _Direction:
                 raise trio.ClosedResourceError
         if self.is_closed_by_reader:
             raise trio.BrokenResourceError
+        self._begin(data)
+
+    def _begin(self, data: bytes) -> None:
         now = self._clock.now
         self.sent_at = now
         self._tap(self.name, data)
@@ -85,16 +105,25 @@ class _Direction:
         if self.speed.held_until <= now:
             while self._flying and self._flying[0][0] <= now:
                 self._arrived.append(self._flying.popleft()[1])
-            self._readers.unpark_all()
+            self._reader.ring()
         if self._flying:
             self._schedule()
 
-    async def receive(self) -> bytes:
-        await trio.lowlevel.checkpoint_if_cancelled()
+    @property
+    def is_waiting(self) -> bool:
+        """Nothing has arrived yet."""
+        return not self._arrived
+
+    async def wait(self) -> None:
+        """Until something has arrived."""
         while not self._arrived:
             if self.is_closed_by_reader:
+                await trio.lowlevel.checkpoint_if_cancelled()
                 raise trio.ClosedResourceError
-            await self._readers.park()
+            await self._reader.wait()
+
+    def take(self) -> bytes:
+        """The oldest that has arrived; nothing at the end."""
         data = self._arrived[0]
         if not data:
             return b""  # the end stays
@@ -114,7 +143,7 @@ class _Direction:
         if not self.is_closed_by_reader:
             self.is_closed_by_reader = True
             self._arrived.clear()
-            self._readers.unpark_all()
+            self._reader.ring()
             self._writers.unpark_all()
 
     @property
@@ -131,11 +160,19 @@ class CableEnd(trio.abc.Stream):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await self.out.send(bytes(data))
 
+    def send_now(self, data: bytes) -> int:
+        return self.out.send_now(data)
+
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return await self.into.receive()
+        into = self.into
+        if into.is_waiting:
+            await into.wait()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        return into.take()
 
     async def aclose(self) -> None:
         self.cut()
@@ -152,11 +189,21 @@ class CableEnd(trio.abc.Stream):
 
 
 def make_cable(
-    clock: Clock, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed], tap: Callable[[str, bytes], None]
+    clock: Clock,
+    one: str,
+    other: str,
+    speeds: tuple[WireSpeed, WireSpeed],
+    tap: Callable[[str, bytes], None],
+    is_coy: Callable[[], bool] = lambda: False,
 ) -> tuple[CableEnd, CableEnd]:
-    """Two connected ends, of the processes `one` and `other`. `tap` sees all bytes as they are sent."""
-    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap)
-    back = _Direction(clock, f"{other}>{one}", speeds[1], tap)
+    """Two connected ends, of the processes `one` and `other`.
+
+    Args:
+        tap: sees all bytes as they are sent.
+        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time.
+    """
+    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy)
+    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy)
     return CableEnd(forth, back), CableEnd(back, forth)
 
 

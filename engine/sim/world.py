@@ -29,10 +29,11 @@ from engine.ports import Audited, Device, HostProcess, RankIdentity, RankPorts
 from engine.sim.checks import Auditor, Life
 from engine.sim.clock import Clock
 from engine.sim.costs import FlatCosts
-from engine.sim.device import Costs, SimDevice, StepGroup
+from engine.sim.device import Costs, SimDevice, StepGroup, make_pool
 from engine.sim.gating import ExpertShape, draw_placement
 from engine.sim.groups import Groups
 from engine.sim.handoffs import Handoff, KeepingFabric
+from engine.sim.pool import Pool
 from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
 from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
@@ -173,6 +174,7 @@ class SimProcess:
         self.device: SimDevice | None = None
         self.side: Any = None
         self.stopped_until = 0.0
+        self.num_turns = 0
         self._status: int | None = None
         self._dead = trio.Event()
         self._why: tuple[str, ...] = ()
@@ -275,7 +277,8 @@ class SimProcess:
     def _audit(self, side: Audited) -> None:
         self.side = side
         if self.device is not None and self._status is None:
-            self._world.auditor.turn(self.life, side, self.device)
+            self.num_turns += 1
+            self._world.auditor.turn(self.life, side, self.device, self.num_turns)
 
     async def _dial(self, address: str) -> trio.abc.Stream:
         world = self._world
@@ -354,12 +357,14 @@ class World:
         self._names: dict[str, Life] = {}
         self._pairs: dict[str, tuple[Life, Life, FrameReader]] = {}
         self._num_cables = 0
+        self._send_rng = random.Random(f"sends {extra_seed}")
         self._plan_rng = random.Random(f"plans {extra_seed}")
-        self._sums: dict[str, StreamSum] = {}
+        self._sums: dict[str, Callable[[bytes], int]] = {}
         self._requests = CableListener()
         self._send_signal, self._signals = trio.open_memory_channel[int](16)
         self._nursery: trio.Nursery | None = None
         self._groups: dict[tuple[str, int], StepGroup] = {}
+        self._pool: Pool | None = None
 
     # ------------------------------------------------------------ the head
 
@@ -520,7 +525,11 @@ class World:
 
     def cable(self, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed]) -> tuple[CableEnd, CableEnd]:
         self._num_cables += 1
-        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap)
+        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, self._is_coy)
+
+    def _is_coy(self) -> bool:
+        """In small worlds half of all sends go the long way, by the writer's queue."""
+        return self.shape.is_thorough and self._send_rng.random() < 0.5
 
     def connect(self, name: str) -> tuple[CableEnd, tuple[WireSpeed, WireSpeed]]:
         """A client's connection to the head. Raises OSError if it does not accept."""
@@ -543,10 +552,11 @@ class World:
         if pair is None:
             if self.outside is not None:
                 return  # nobody compares runs there
-            checksum = zlib.crc32(data)
-            if self.groups is not None and "head#" in name:
-                checksum = self._sums.setdefault(name, StreamSum()).feed(data)
-            self.trace.add(self.clock.now, "frame", name, checksum)
+            total = self._sums.get(name)
+            if total is None:
+                hides = self.groups is not None and "head#" in name
+                total = self._sums[name] = StreamSum().feed if hides else zlib.crc32
+            self.trace.add(self.clock.now, "frame", name, total(data))
             return
         sender, receiver, reader = pair
         reader.feed(data)
@@ -581,6 +591,15 @@ class World:
             self._groups[key] = StepGroup(self.clock.at)
         return self._groups[key]
 
+    def _find_pool(self) -> Pool | None:
+        """Memory for the next device where rows are columns; where they are not, each device has its own."""
+        shape = self.shape
+        if shape.is_thorough:
+            return None
+        if self._pool is None or self._pool.is_used_up:
+            self._pool = make_pool(shape.prefill + shape.decode, shape.num_pages, shape.num_slabs)
+        return self._pool
+
     def make_device(self, life: Life) -> SimDevice:
         shape = self.shape
         device = SimDevice(
@@ -596,6 +615,7 @@ class World:
             reads_all=shape.is_thorough,
             name=life.name,
             checksum_s=shape.page_bytes / CHECKSUM_BYTES_PER_S,
+            pool=self._find_pool(),
         )
         if self.groups is not None:
             self.groups.seat(life, device)

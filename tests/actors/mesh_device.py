@@ -103,7 +103,7 @@ class MeshDevice(SimDevice):
 
     async def wait(self, ticket: Any) -> StepResult:
         while ticket.result is None and ticket.error is None and not self.breaks[ticket]:
-            await ticket.lot.park()
+            await ticket.over.wait()
         if self.breaks[ticket]:
             raise self.breaks[ticket].popleft()
         if ticket.error is not None:
@@ -183,9 +183,9 @@ class MeshDevice(SimDevice):
                     except GroupBroken as error:
                         self.is_broken = True
                         self.breaks[ticket].append(error)
-                        ticket.lot.unpark_all()
+                        ticket.over.ring()
                 self.steps.remove(ticket)
-                ticket.lot.unpark_all()
+                ticket.over.ring()
 
     async def _run(self, ticket: SimTicket) -> None:
         while self.membership is None or self.is_broken:

@@ -430,3 +430,62 @@ async def test_run_link_can_be_cancelled(pair: Pair) -> None:
     with trio.move_on_after(0.01) as scope:
         await run_link(b, lambda frames: None)
     assert scope.cancelled_caught
+
+
+async def test_a_frame_that_the_socket_takes_needs_no_turn_of_the_writer() -> None:
+    ours, theirs = socket_pair("unix")
+    async with wrap(ours) as frames, trio.open_nursery() as nursery:
+        message, blob = submit(1, bytes(range(40)))
+        frames.post(message, blob)  # nobody writes yet
+        assert frames.pending_bytes > 0
+        nursery.start_soon(frames.run_writer)
+        await trio.testing.wait_all_tasks_blocked()
+        first = await theirs.receive_some()
+        frames.post(message, blob)
+        assert frames.pending_bytes == 0
+        # No checkpoint between the post and this: what the kernel has was not written by a task.
+        raw = socket.socket(fileno=theirs.socket.fileno())
+        assert raw.recv(1 << 16, socket.MSG_DONTWAIT) == first == b"".join(encode_frame(message, blob))
+        raw.detach()
+        frames.close()
+    await theirs.aclose()
+
+
+async def test_what_the_socket_does_not_take_at_once_is_the_writers_and_stays_in_order() -> None:
+    ours, theirs = socket_pair("unix")
+    async with wrap(ours) as a, wrap(theirs) as b, trio.open_nursery() as nursery:
+        nursery.start_soon(a.run_writer)
+        await trio.testing.wait_all_tasks_blocked()
+        sent = [submit(i, bytes([i]) * 4 * size) for i, size in enumerate((250_000, 10, 250_000, 1, 0))]
+        for message, blob in sent:
+            a.post(message, blob)
+        assert a.pending_bytes > 0
+        got: list[Frame] = []
+        while len(got) < len(sent):
+            got += await b.receive()
+        assert [(f.message, bytes(f.blob)) for f in got] == sent
+        await trio.testing.wait_all_tasks_blocked()
+        a.post(*sent[1])
+        assert a.pending_bytes == 0
+        a.close()
+
+
+async def test_a_post_to_a_peer_that_is_gone_is_the_writers_to_find_out() -> None:
+    ours, theirs = socket_pair("unix")
+    async with wrap(ours) as frames, trio.open_nursery() as nursery:
+        ends: list[str] = []
+
+        async def write() -> None:
+            try:
+                await frames.run_writer()
+            except PeerGone as gone:
+                ends.append(str(gone))
+
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked()
+        await theirs.aclose()
+        frames.post(*submit(1))
+        await trio.testing.wait_all_tasks_blocked()
+        assert ends and "EPIPE" in ends[0]
+        with pytest.raises(PeerGone, match="EPIPE"):
+            frames.post(*submit(2))

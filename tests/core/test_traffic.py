@@ -48,7 +48,8 @@ def test_counts_are_those_of_every_row_that_was_in_the_turn_before(seed):
         token_at.update(dict.fromkeys(fresh, now))
         if rows:
             tokens += rows
-            traffic.note_frame(turns, rows, rows, now)
+            traffic.note_turn(turns, rows, now)
+            traffic.generated_tokens += rows
         for ended in [one for one in token_at if rng.random() < 0.1]:
             del token_at[ended]
             turns.streams.discard(ended)
@@ -61,11 +62,11 @@ def test_counts_are_those_of_every_row_that_was_in_the_turn_before(seed):
 def test_a_first_token_between_two_turns_moves_no_clock():
     traffic, turns = Traffic(), Turns()
     start(traffic, turns, 1)
-    traffic.note_frame(turns, 1, 1, 1.0)
-    traffic.note_frame(turns, 1, 1, 1.020)
+    traffic.note_turn(turns, 1, 1.0)
+    traffic.note_turn(turns, 1, 1.020)
     start(traffic, turns, 2)
-    traffic.note_frame(turns, 1, 1, 1.035)
-    traffic.note_frame(turns, 2, 2, 1.040)
+    traffic.note_turn(turns, 1, 1.035)
+    traffic.note_turn(turns, 2, 1.040)
     expected = LatencyCounts()
     expected.add(20_000, 3)
     assert traffic.itl.counts() == expected.counts()
@@ -74,12 +75,12 @@ def test_a_first_token_between_two_turns_moves_no_clock():
 def test_an_idle_rank_has_no_interval():
     traffic, turns = Traffic(), Turns()
     start(traffic, turns, 1)
-    traffic.note_frame(turns, 1, 1, 1.0)
-    traffic.note_frame(turns, 1, 1, 1.020)
+    traffic.note_turn(turns, 1, 1.0)
+    traffic.note_turn(turns, 1, 1.020)
     turns.streams.discard(1)
     start(traffic, turns, 2)
-    traffic.note_frame(turns, 1, 1, 50.0)
-    traffic.note_frame(turns, 1, 1, 50.020)
+    traffic.note_turn(turns, 1, 50.0)
+    traffic.note_turn(turns, 1, 50.020)
     expected = LatencyCounts()
     expected.add(20_000, 2)
     assert traffic.itl.counts() == expected.counts()

@@ -71,7 +71,7 @@ def failed_push_believed_to_be_over(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(PREFILL, (phase, PrefillEvent.PUSH_FAILED), Transition(PrefillPhase.ENDING, actions))
 
 
-@bug("late-write", seeds=20)
+@bug("late-write", seeds=40)
 def epoch_ended_while_a_write_runs(patch: pytest.MonkeyPatch) -> None:
     events = (PrefillEvent.REVOKE, ()), (PrefillEvent.ABORT, (Action.ACK,)), (PrefillEvent.PUSH_OVERDUE, (Action.FAIL,))
     for event, actions in events:

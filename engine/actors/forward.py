@@ -1,0 +1,104 @@
+"""Forwarder: tokens on their way through the head; what ranks say in one turn of its loop leaves as one frame.
+
+All ranks of a group end a step together, so their frames come together. Splitting them by client, and writing and
+reading what comes of that, costs once for all of them and not for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from engine.errors import RemoteProtocolError
+from transport.messages import TokensEmitted
+from transport.wire import BLOB_LIMITS
+
+_ROW_BYTES = 8 + 4 + 4 + 4
+_ONE = (1).to_bytes(4, "little")
+_BLOB_LIMIT = BLOB_LIMITS[TokensEmitted]
+
+Tokens = tuple[TokensEmitted, bytes | memoryview]
+
+
+class Forwarder:
+    """Gathers frames of tokens while `run` runs; without it each goes on at once.
+
+    Whoever is about to say anything of a request that must not overtake its tokens calls `flush` before.
+
+    Args:
+        forward: takes one frame with the rows of several; raises RemoteProtocolError for one that can not be.
+        fault: tells that what a rank sent can not be.
+    """
+
+    def __init__(self, forward: Callable[[TokensEmitted, bytes | memoryview], None], fault: Callable[[int, str], None]):
+        self._forward, self._fault = forward, fault
+        self._waiting: dict[int, Tokens] = {}
+        self._num_bytes = 0
+        self._is_running = False
+        self._news = trio.lowlevel.ParkingLot()
+
+    def add(self, rank: int, message: TokensEmitted, blob: bytes | memoryview) -> None:
+        """A frame of a rank.
+
+        Raises:
+            RemoteProtocolError: it can not be. What shows only later is told by `fault`.
+        """
+        rows, tokens = message.num_rows, message.num_tokens
+        is_plain = rows == tokens and blob[16 * rows : 20 * rows] == _ONE * rows
+        if not self._is_running or not is_plain or len(blob) != (_ROW_BYTES + 4) * rows:
+            self.flush()
+            self._forward(message, blob)
+            return
+        # A frame has a request once, and a rank may have said two things of one.
+        if rank in self._waiting or self._num_bytes + len(blob) > _BLOB_LIMIT:
+            self.flush()
+        if not self._waiting:
+            self._news.unpark_all()
+        self._waiting[rank] = message, blob
+        self._num_bytes += len(blob)
+
+    def flush(self) -> None:
+        """Lets go on what is here."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        frames = list(waiting.values())
+        if len(frames) > 1:
+            try:
+                self._forward(*_join(frames))
+                return
+            except RemoteProtocolError:
+                pass  # one of them is at fault, and the others shall not suffer for it
+        for rank, (message, blob) in waiting.items():
+            try:
+                self._forward(message, blob)
+            except RemoteProtocolError as error:
+                self._fault(rank, str(error))
+
+    async def run(self) -> None:
+        """Flushes once in each turn of the loop that brought something, until cancelled."""
+        self._is_running = True
+        try:
+            while True:
+                # Woken by the first frame of a turn, it runs in the next one: all of the turn are here then.
+                if not self._waiting:
+                    await self._news.park()
+                self.flush()
+        finally:
+            self._is_running = False
+            self.flush()
+
+
+def _join(frames: list[Tokens]) -> tuple[TokensEmitted, bytes]:
+    """One frame with the rows of all, a token each, in order."""
+    columns: list[list[bytes | memoryview]] = [[], [], [], [], []]
+    for message, blob in frames:
+        rows, at = message.num_rows, 8 * message.num_rows
+        columns[0].append(blob[:at])
+        for column in columns[1:]:
+            column.append(blob[at : at + 4 * rows])
+            at += 4 * rows
+    total = sum([message.num_rows for message, _ in frames])
+    step = max([message.step for message, _ in frames])
+    return TokensEmitted(step, total, total), b"".join([part for column in columns for part in column])
