@@ -7,7 +7,7 @@ import getpass
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 from textual.app import App, SystemCommand
@@ -15,6 +15,7 @@ from textual.screen import Screen
 from textual.theme import Theme as TextualTheme
 
 from console.clock import Clock
+from console.commands import RATES_HZ, CommandTable, make_table, run_line
 from console.confirm import Question
 from console.connection import Connection, Gate
 from console.dial import Target
@@ -32,7 +33,6 @@ from console.view import ClusterView
 from transport.errors import EngineError
 from transport.messages import ActDone, Message, RebalanceAnswer, Refused, ShutdownAccepted
 
-RATES_HZ = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 TICK_S = 0.5
 """How often age and clock in the header go on, and a link that has become stale is noticed."""
 DRAW_S = 2.0
@@ -360,62 +360,13 @@ class ConsoleApp(App[int]):
         live.footer.open_entry(Entry(":", words=sorted(self.command_table())), heard)
         live.paint_edges()
 
-    def command_table(self) -> dict[str, tuple[str, Callable[[str], str]]]:
-        """What `:` knows: what it does, and a function of the rest of the line that returns what is wrong with it."""
-        table: dict[str, tuple[str, Callable[[str], str]]] = {}
-        for screen in SCREENS:
-            table[screen.NAME] = (f"screen {screen.TITLE_TEXT}", self._command_show(screen.NAME))
-        table |= {
-            "why": ("the reason that the next change is logged with", self._command_why),
-            "theme": (f"colours: {', '.join(THEMES)}", self._command_theme),
-            "hz": (f"refreshes a second, {RATES_HZ[0]:g} to {RATES_HZ[-1]:g}", self._command_hz),
-            "quit": ("leave; the engine goes on", lambda rest: self._command_act(self.action_leave)),
-            "help": ("keys that work now", lambda rest: self._command_act(self.action_help)),
-            "freeze": ("freeze, or go on", lambda rest: self._command_act(self.action_freeze)),
-            "export": ("write this screen to files", lambda rest: self._command_act(self.action_export)),
-            "mouse": ("mouse on or off", lambda rest: self._command_act(self.action_mouse)),
-        }
-        live = self.live
-        return table | dict(live.commands()) if live else table
+    def command_table(self) -> CommandTable:
+        """What `:` knows here."""
+        return make_table(self)
 
     def run_command(self, text: str) -> str:
         """Runs one line of `:`; returns what is wrong with it."""
-        name, _, rest = text.strip().partition(" ")
-        table = self.command_table()
-        fits = [name] if name in table else [word for word in table if word.startswith(name)]
-        if len(fits) != 1:
-            return f"no command {name}" if not fits else f"{name} may be {', '.join(sorted(fits))}"
-        return table[fits[0]][1](rest.strip())
-
-    def _command_show(self, name: str) -> Callable[[str], str]:
-        return lambda rest: self._command_act(lambda: self.action_show(name))
-
-    def _command_act(self, act: Callable[[], object]) -> str:
-        # After the entry is closed, which has the focus now.
-        self.call_later(act)
-        return ""
-
-    def _command_why(self, rest: str) -> str:
-        self.why = rest[:4096]
-        self.call_later(self.say, f"the next change is logged with: {rest}" if rest else "no reason any more")
-        return ""
-
-    def _command_theme(self, rest: str) -> str:
-        if rest not in THEMES:
-            return f"themes: {', '.join(THEMES)}"
-        self.set_look(rest)
-        return ""
-
-    def _command_hz(self, rest: str) -> str:
-        try:
-            hz = float(rest)
-        except ValueError:
-            return f"hz {rest}: not a number"
-        if not RATES_HZ[0] <= hz <= RATES_HZ[-1]:
-            return f"hz {rest}: from {RATES_HZ[0]:g} to {RATES_HZ[-1]:g}"
-        self.hz = hz
-        self.hurry()
-        return ""
+        return run_line(self.command_table(), text)
 
     def action_help(self) -> None:
         from console.help import HelpScreen

@@ -140,7 +140,7 @@ async def _run_head(
 
     async with contextlib.AsyncExitStack() as beside:
         signals = beside.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        if config.http.listen:
+        if config.http.is_on:
             from engine.fronts import keep_fronts
 
             await beside.enter_async_context(keep_fronts(config, directory))

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ConfigError
+from transport.messages import MOST_DRAFTS
 
 NANO = "nano"
 """Name of the bundled model wherever a model directory is asked for."""
 NO_SCENARIO = "none"
+NO_HTTP = NO_KEYS = "none"
+"""Addresses and files of keys that are none."""
 """The scenario of a cluster that is not simulated."""
+DRAFT_TOKENS = 3
+DRAFT_ROWS = 8
+"""Defaults of drafting, by `docs/performance.md`, Drafting."""
 SIMULATED = " (simulated)"
 """How the name of a model ends that is none, after that of a rack's scenario. Its tokenizer is the bundled one's."""
 
@@ -117,6 +123,19 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """How much decode ranks draft. The text is the same whatever it says.
+
+    Attributes:
+        tokens: drafts behind each row at most; fewer where the model's drafter has no more. 0: nobody drafts.
+        max_rows: a rank whose step has more rows does not draft in it.
+    """
+
+    tokens: int = DRAFT_TOKENS
+    max_rows: int = DRAFT_ROWS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SloConfig:
     """Latencies that an operator wants, in seconds; 0 wants nothing. Nothing is refused or slowed for them: one that is
     missed over a minute makes the cluster degraded."""
@@ -131,12 +150,12 @@ class SloConfig:
 class HttpConfig:
     """The HTTP surface: where it listens, and its bounds. Those of connections and requests hold for each front."""
 
-    listen: str = ""
-    """`host:port`; empty: there is none."""
+    listen: str = NO_HTTP
+    """`host:port`, or NO_HTTP."""
     fronts: int = 1
     """Processes that share the port."""
-    keys_file: str = ""
-    """Clients' keys, one a line; empty: nobody is asked for one."""
+    keys_file: str = NO_KEYS
+    """Clients' keys, one a line; NO_KEYS: nobody is asked for one."""
     queue: int = 4096
     """Requests without a first token; one more is refused with 429."""
     connections: int = 4096
@@ -154,6 +173,14 @@ class HttpConfig:
     """A stream that has nothing to say says so as often."""
     drain_s: float = 60.0
     """For running requests once a front is told to end."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.listen != NO_HTTP
+
+    @property
+    def asks_keys(self) -> bool:
+        return self.keys_file != NO_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,6 +210,7 @@ class RankConfig:
     """Ranks of this rank's group, itself included."""
     experts_main: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
+    draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,6 +236,7 @@ class ClusterConfig:
         scenario: of a simulated rack, the name or the absolute path of its scenario; else NO_SCENARIO.
         num_pages, num_slabs: of each rank's arena.
         threads: intra-op threads of each rank.
+        draft: how much decode ranks draft.
         slo: latencies to watch.
         http: the HTTP surface.
         admin_dir: runtime directory with the head's sockets.
@@ -239,6 +268,7 @@ class ClusterConfig:
     scenario: str = NO_SCENARIO
     slo: SloConfig = dataclasses.field(default_factory=SloConfig)
     http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
+    draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
 
     @property
     def digest(self) -> str:
@@ -279,16 +309,19 @@ class ClusterConfig:
             group=self.pool_of(rank).group,
             experts_main=self.experts_main,
             experts_draft=self.experts_draft,
+            draft=self.draft,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the configuration must know of a model. `page_bytes` is an estimate: the rank's layout pads records."""
+    """What the configuration must know of a model. `page_bytes` is an estimate: the rank's layout pads records;
+    `max_drafts` is 0 for a model without drafter."""
 
     vocab_size: int
     max_length: int
     page_bytes: int
+    max_drafts: int = 0
 
 
 def model_directory(model: str) -> Path:
@@ -309,7 +342,10 @@ def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> Model
     page_bytes = shape.long_term_bytes(
         page_tokens, entry_bytes=shape.head_dim * value_bytes, key_bytes=shape.index_dim * value_bytes
     )
-    return ModelFacts(vocab_size=shape.vocab_size, max_length=shape.max_length, page_bytes=max(page_bytes, 1))
+    max_drafts = MOST_DRAFTS if shape.num_predict_layers else 0
+    if shape.drafter is not None:
+        max_drafts = min(shape.drafter.block_size, MOST_DRAFTS)
+    return ModelFacts(shape.vocab_size, shape.max_length, max(page_bytes, 1), max_drafts)
 
 
 def plan_num_pages(*, decode_rows: int, max_model_tokens: int, page_tokens: int, page_bytes: int, ranks: int) -> int:
@@ -372,6 +408,8 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
                 view[f"{part}.{key}"] = held if per_unit == 1 else held / per_unit
         elif field.name == "slo":
             view.update({key: getattr(value, name) for key, name in SLO_KEYS.items()})
+        elif field.name == "draft":
+            view.update({f"draft.{name}": v for name, v in dataclasses.asdict(value).items()})
         elif field.name == "http":
             view.update({key: getattr(value, name) for key, name in HTTP_KEYS.items()})
         elif field.name == "limits":

@@ -22,6 +22,7 @@ import trio
 from engine.config import ClusterConfig
 from engine.errors import ConfigError
 from engine.front.counts import make_counts_file
+from engine.front.guard import read_guard
 from engine.log import log_event
 from engine.runtime import RuntimeDirectory
 from engine.spawn import child_environment, engine_command, give_json
@@ -74,21 +75,23 @@ async def keep_fronts(config: ClusterConfig, directory: RuntimeDirectory) -> Asy
     """Serves HTTP beside the block, if the configuration says where; the fronts end with it.
 
     Raises:
-        ConfigError: the port can not be had.
+        ConfigError: the port can not be had, or the clients' keys not be read.
     """
     http = config.http
-    if not http.listen:
+    if not http.is_on:
         yield
         return
+    if http.asks_keys:
+        read_guard(http.keys_file)  # fronts read it again; what is wrong with it is said here, once
     with open_listener(http.listen) as listener:
         counts = make_counts_file(http.fronts)
         try:
             url = describe_listener(listener)
-            log_event(logger, "info", "http.listen", url=url, fronts=http.fronts, keys=bool(http.keys_file))
+            log_event(logger, "info", "http.listen", url=url, fronts=http.fronts, keys=http.asks_keys)
             host = listener.getsockname()[0]
-            if not http.keys_file and not (host.startswith("127.") or host == "::1"):
+            if not http.asks_keys and not (host.startswith("127.") or host == "::1"):
                 log_event(
-                    logger, "warning", "http.open", msg=f"whoever reaches {url} may use it: http.keys_file is empty"
+                    logger, "warning", "http.open", msg=f"whoever reaches {url} may use it: there is no http.keys_file"
                 )
             async with trio.open_nursery() as nursery:
                 for place in range(http.fronts):

@@ -11,7 +11,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import EXPERT_KEYS, HTTP_KEYS, NANO, ExpertsConfig, HttpConfig, Limits, parse_ranks
+from engine.config import (
+    DRAFT_ROWS,
+    EXPERT_KEYS,
+    HTTP_KEYS,
+    NANO,
+    NO_HTTP,
+    ExpertsConfig,
+    HttpConfig,
+    Limits,
+    parse_ranks,
+)
 from engine.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)?")
@@ -89,9 +99,9 @@ def _expert_keys(part: str) -> list[Key]:
 
 
 _HTTP_DOCS: dict[str, tuple[str, float, str]] = {
-    "listen": ("address", 0, "Where HTTP is served, as 127.0.0.1:8000. Default: nowhere."),
+    "listen": ("address", 0, "Where HTTP is served, as 127.0.0.1:8000; none: nowhere."),
     "fronts": ("count", 1, "Processes that share the port; the bounds below are each one's."),
-    "keys_file": ("path", 0, "File with clients' keys, one a line. Default: nobody is asked for one."),
+    "keys_file": ("path", 0, "File with clients' keys, one a line; none: nobody is asked for one."),
     "queue": ("count", 1, "Requests without a first token; one more is refused with 429."),
     "connections": ("count", 1, "Open connections; one more is refused with 503."),
     "body_bytes": ("size", 1024, "Of a request's body."),
@@ -111,7 +121,7 @@ def _http_keys() -> list[Key]:
     for field in dataclasses.fields(HttpConfig):
         name = next(key for key, own in HTTP_KEYS.items() if own == field.name)
         kind, least, doc = _HTTP_DOCS[name.removeprefix("http.")]
-        keys.append(Key(name, kind, None if field.default == "" else field.default, doc, least=least))
+        keys.append(Key(name, kind, field.default, doc, least=least))
     return keys
 
 
@@ -170,6 +180,19 @@ KEYS: tuple[Key, ...] = (
     Key("num_slabs", "count", None, "State slabs of a rank. Default: twice limits.decode_rows.", least=1),
     Key("kv_dtype", "choice", "float32", "Type of the values in a page.", choices=("float32", "bfloat16")),
     Key("threads", "count", 1, "Intra-op threads of a rank process.", least=1),
+    Key(
+        "draft.tokens",
+        "count",
+        None,
+        "Tokens that a small model drafts behind each token of a text, for the model to check in one step: 0 to 7. The"
+        " text stays the same. Default: what was measured to be best; 0 for a model without drafter.",
+    ),
+    Key(
+        "draft.max_rows",
+        "count",
+        DRAFT_ROWS,
+        "A decode rank with more sequences in a step does not draft in it: then it has enough to compute.",
+    ),
     Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
     Key(
         "slo.ttft_p90",
@@ -261,12 +284,14 @@ def _parse_text(value: object) -> str:
 
 
 def parse_address(value: object) -> str:
-    """`host:port` of an address as people write it: a port alone is one of this machine, for itself only.
+    """`host:port` of an address as people write it, or NO_HTTP: a port alone is one of this machine, for itself only.
 
     Raises:
         ConfigError: it is none.
     """
     text = str(value).strip()
+    if text == NO_HTTP:
+        return text
     host, colon, port = text.rpartition(":")
     host = host if colon else "127.0.0.1"
     if isinstance(value, bool) or not (port.isascii() and port.isdigit()) or int(port) > 65535 or not host:

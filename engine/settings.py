@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import (
+    DRAFT_TOKENS,
     EXPERT_KEYS,
     HTTP_KEYS,
     NANO,
+    NO_KEYS,
     NO_SCENARIO,
     SLO_KEYS,
     ClusterConfig,
+    DraftConfig,
     ExpertsConfig,
     HttpConfig,
     Limits,
@@ -182,7 +185,7 @@ class _Sources:
         except ConfigError as error:
             self.problems.append(f"{origin}: {name}: {error}")
             return
-        is_name = parsed == NANO or (name == "scenario" and not parsed.endswith(".toml"))
+        is_name = parsed in (NANO, NO_KEYS) or (name == "scenario" and not parsed.endswith(".toml"))
         if key.kind == "path" and not is_name:
             parsed = str((directory / os.path.expanduser(parsed)).resolve())
         self.values.setdefault(name, parsed)
@@ -201,8 +204,6 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         if values[name] is None:
             values[name], origins[name] = value, f"default ({why})"
 
-    derive("http.listen", "", "no HTTP")
-    derive("http.keys_file", "", "no keys")
     derive("admin.dir", default_runtime_directory(environ), "this user's runtime directory")
     if len(os.fsencode(values["admin.dir"])) + len(LONGEST_SOCKET) > SOCKET_PATH_BYTES:
         problem("admin.dir", f"too long: a socket's path may have {SOCKET_PATH_BYTES} bytes, {values['admin.dir']!r}")
@@ -237,6 +238,7 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         problem("model", str(error))
     else:
         vocab_size = facts.vocab_size
+        _derive_drafts(values, facts.max_drafts, derive, problem)
         derive("max_model_tokens", min(facts.max_length, 8192), f"the model's {facts.max_length}, at most 8192")
         if values["max_model_tokens"] > facts.max_length:
             problem("max_model_tokens", f"{values['max_model_tokens']} is more than the model's {facts.max_length}")
@@ -279,6 +281,7 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         experts_draft=_derive_experts(values, "draft"),
         slo=_derive_slo(values),
         http=_derive_http(values),
+        draft=DraftConfig(values["draft.tokens"], values["draft.max_rows"]),
     )
     return Resolved(config, origins)
 
@@ -347,6 +350,26 @@ def _derive_pools(values: Mapping[str, Any], problem: Callable[[str, str], None]
         PoolConfig(named["prefill"], values["pools.prefill.group"]),
         PoolConfig(named["decode"], values["pools.decode.group"]),
     )
+
+
+def _derive_drafts(
+    values: Mapping[str, Any],
+    most: int,
+    derive: Callable[[str, object, str], None],
+    problem: Callable[[str, str], None],
+) -> None:
+    """`draft.tokens`; `most` is what the model's drafter has."""
+    if not most:
+        derive("draft.tokens", 0, "a model without drafter")
+    elif values["replay_rows"]:
+        derive("draft.tokens", 0, "replay_rows leaves out what a drafter needs")
+    else:
+        derive("draft.tokens", min(DRAFT_TOKENS, most), f"measured; this model's drafter has at most {most}")
+    tokens = values["draft.tokens"]
+    if tokens and not most:
+        problem("draft.tokens", f"this model has no drafter that could draft {tokens} tokens; write 0, or leave it out")
+    elif tokens > most:
+        problem("draft.tokens", f"{tokens} is more than this model's drafter has ({most})")
 
 
 def _check_groups(values: Mapping[str, Any], limits: Limits, problem: Callable[[str, str], None]) -> None:

@@ -345,6 +345,40 @@ class Drain(Message, frozen=True):
     """Head to rank: finish what you have, then stop. Answered by end of stream."""
 
 
+MOST_DRAFTS = 7
+"""Drafts that are verified behind one row at most."""
+DRAFT_ORIGINS = 64
+"""Prefill ranks in one snapshot."""
+
+
+class DraftCounts(Message, frozen=True):
+    """What became of drafted tokens. All grow."""
+
+    rows: U53 = 0
+    """Rows of steps that had drafts behind them."""
+    proposed: U53 = 0
+    """Drafts that were verified."""
+    accepted: U53 = 0
+    accepted_at: Annotated[tuple[U53, ...], msgspec.Meta(max_length=8)] = ()
+    """Rows whose first draft was accepted, whose first and second were, and so on. Empty while nothing was drafted."""
+
+
+class DraftOrigin(Message, frozen=True):
+    """Drafts of requests whose KV came from one life of one prefill rank, of late and only of requests that have ended;
+    with sums of squares over requests, for the error of a share."""
+
+    rank: U31
+    generation: U31
+    requests: U53 = 0
+    proposed: U53 = 0
+    accepted: U53 = 0
+    proposed2: U53 = 0
+    """Sum of proposed * proposed."""
+    accepted2: U53 = 0
+    both: U53 = 0
+    """Sum of proposed * accepted."""
+
+
 class RankSnapshot(Message, frozen=True):
     """A rank's state, newest wins, a few times a second."""
 
@@ -379,6 +413,10 @@ class RankSnapshot(Message, frozen=True):
     device_us_sum: U53 = 0
     corrupt_pushes: U53 = 0
     """Decode rank: pushes whose bytes did not have the checksum that their writer told."""
+    drafted: DraftCounts = DraftCounts()
+    """Decode rank: of this life."""
+    draft_origins: Annotated[tuple[DraftOrigin, ...], msgspec.Meta(max_length=DRAFT_ORIGINS)] = ()
+    """Decode rank: the prefill ranks with most requests."""
 
 
 class WriterOverdue(Message, frozen=True):
@@ -727,6 +765,8 @@ class StatusReport(Message, frozen=True):
     """No new requests: the engine drains, and then ends."""
     waiting_limit: U31 = 0
     """How many may wait."""
+    drafted: DraftCounts = DraftCounts()
+    """Of all lives of all decode ranks."""
 
 
 class Shutdown(Message, frozen=True):

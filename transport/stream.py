@@ -142,7 +142,7 @@ class FrameStream:
         self._append(buffers, size)
 
     async def send(self, message: Message, blob: Buffer = b"") -> None:
-        """Queues one frame, waiting for room. Cancelled means not queued; returned means queued.
+        """Sends or queues one frame, waiting for room. Cancelled means neither; returned means one of both.
 
         Senders that wait are served in order; `post` does not stand in their line.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import trio
 
 from engine.errors import RemoteProtocolError
@@ -44,9 +45,7 @@ class Forwarder:
         Raises:
             RemoteProtocolError: it can not be. What shows only later is told by `fault`.
         """
-        rows, tokens = message.num_rows, message.num_tokens
-        is_plain = rows == tokens and blob[16 * rows : 20 * rows] == _ONE * rows
-        if not self._is_running or not is_plain or len(blob) != (_ROW_BYTES + 4) * rows:
+        if not self._is_running or not _is_sound(message, blob):
             self.flush()
             self._forward(message, blob)
             return
@@ -90,15 +89,28 @@ class Forwarder:
             self.flush()
 
 
+def _is_sound(message: TokensEmitted, blob: bytes | memoryview) -> bool:
+    """Its length and counts are right, so that its columns may be joined with those of others."""
+    rows, tokens = message.num_rows, message.num_tokens
+    if len(blob) != _ROW_BYTES * rows + 4 * tokens:
+        return False
+    if rows == tokens:
+        return blob[16 * rows : 20 * rows] == _ONE * rows
+    counts = np.frombuffer(blob, "<i4", rows, 16 * rows)
+    return rows > 0 and int(counts.min()) > 0 and int(counts.sum(dtype=np.int64)) == tokens
+
+
 def _join(frames: list[Tokens]) -> tuple[TokensEmitted, bytes]:
-    """One frame with the rows of all, a token each, in order."""
+    """One frame with the rows of all, in order."""
     columns: list[list[bytes | memoryview]] = [[], [], [], [], []]
     for message, blob in frames:
         rows, at = message.num_rows, 8 * message.num_rows
         columns[0].append(blob[:at])
-        for column in columns[1:]:
+        for column in columns[1:4]:
             column.append(blob[at : at + 4 * rows])
             at += 4 * rows
+        columns[4].append(blob[at:])
     total = sum([message.num_rows for message, _ in frames])
+    tokens = sum([message.num_tokens for message, _ in frames])
     step = max([message.step for message, _ in frames])
-    return TokensEmitted(step, total, total), b"".join([part for column in columns for part in column])
+    return TokensEmitted(step, total, tokens), b"".join([part for column in columns for part in column])

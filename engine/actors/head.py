@@ -145,6 +145,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             degraded=(*router.missed_limits(), *supervisor.degraded(), *balancer.degraded())[:REASONS],
             is_stopping=router.is_draining,
             waiting_limit=limits.queue_requests,
+            drafted=supervisor.drafted(),
         )
 
     def shutdown(message: Shutdown, user: str) -> int:

@@ -274,7 +274,7 @@ def _open_group(
 
 
 def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
-    limits = identity.config.limits
+    limits, draft = identity.config.limits, identity.config.draft
     if limits.prefill_chunk_tokens < info.page_tokens or limits.prefill_chunk_tokens % info.page_tokens:
         raise ConfigError(
             f"prefill_chunk_tokens {limits.prefill_chunk_tokens} is not a whole number of pages "
@@ -297,6 +297,8 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
             rows=limits.decode_rows,
             eos_ids=frozenset(info.eos_ids),
             prompts=limits.prefill_prompts,
+            drafts=min(draft.tokens, info.max_drafts) if identity.config.role == "decode" else 0,
+            draft_rows=draft.max_rows,
         ),
         checksums=identity.config.checksum_pushes,
     )

@@ -145,8 +145,18 @@ class Supervisor:
         )
 
     def degraded(self) -> tuple[str, ...]:
-        """One sentence for each reason for which operators have drained ranks."""
-        return tuple(sentence[:REASON_LIMIT] for sentence in self._drains.sentences())
+        """One sentence for each reason for which operators have drained ranks, and for each prefill rank whose KV seems
+        to be bad."""
+        snapshots = [row.snapshot for row in self._rows.values() if row.snapshot is not None]
+        tallies = [tally for snapshot in snapshots for tally in snapshot.draft_origins]
+        lives = {row.rank: row.generation for row in self._rows.values() if row.role == "prefill"}
+        sentences = [*self._drains.sentences(), *find_bad_origins(tallies, lives)]
+        return tuple(sentence[:REASON_LIMIT] for sentence in sentences)
+
+    def drafted(self) -> DraftCounts:
+        """What became of drafts, of all lives of all ranks."""
+        present = (row.snapshot.drafted for row in self._rows.values() if row.snapshot is not None)
+        return add_counts((self._drafted_before, *present))
 
     def links(self) -> tuple[LinksReport, bytes]:
         """What living prefill ranks have pushed to whom, as they last said it."""
@@ -265,6 +275,8 @@ class Supervisor:
         """One life: from spawn to confirmed death. `row.why` says how it ended."""
         row.generation += 1
         row.state, row.phase, row.why = "starting", "", None
+        if row.snapshot is not None:
+            self._drafted_before = add_counts((self._drafted_before, row.snapshot.drafted))
         row.snapshot = row.ready = row.process = row.progress = row.pairs = None
         row.scope = trio.CancelScope()
         row.phases = PhaseReport(row.rank, row.role)

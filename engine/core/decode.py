@@ -34,6 +34,7 @@ from engine.core.request import (
     judge_token,
     num_history,
 )
+from engine.core.running import Running
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
 from engine.core.scores import ScoreBuffer
 from engine.core.telemetry import Gauges
@@ -78,7 +79,7 @@ class DecodeSide:
     def __init__(self, sizes: SideSizes) -> None:
         self.sizes = sizes
         self.arena = Arena(sizes.num_pages, sizes.num_slabs)
-        self.schedule = Schedule()
+        self.schedule = Schedule(running=Running(sizes.step.drafts, sizes.step.draft_rows))
         self.draining = False
         self._fence = Fence(share=sizes.quarantine_share, cap_us=sizes.cap_us, room_us=sizes.room_us)
         self.sequences: dict[RequestKey, Sequence] = {}
@@ -258,9 +259,9 @@ class DecodeSide:
             assert sequence.commit is not None
             sequence.handoff_us = max(1, sequence.commit.timings.push_us + now_us - sequence.committed_us)
         self._generated_tokens += len(rows.tokens)
-        self._emitted.extend(rows.requests, rows.attempts, rows.indices, rows.tokens)
+        self._emitted.extend(rows.requests, rows.attempts, rows.indices, rows.tokens, rows.counts)
         if rows.scores is not None:
-            self._scored.extend(rows.requests, rows.attempts, rows.indices, rows.scores)
+            self._scored.extend(rows.requests, rows.attempts, rows.indices, rows.scores, rows.counts)
         for sequence, reason in rows.ended:
             sequence.reason = reason
             self._move(sequence, DecodeEvent.FINISH)
@@ -335,6 +336,7 @@ class DecodeSide:
             pushes=0,
             pushes_inflight=0,
             corrupt_pushes=self._corrupt_pushes,
+            drafted=self.schedule.running.drafted,
         )
 
     def check(self) -> None:

@@ -5,20 +5,28 @@ takes the first rows in order of arrival that are not planned to their end (the 
 object until a sequence comes, goes, is planned to its end, or leaves its `min_tokens` behind.
 
 Two rules are kept here. A slot is free only when no submitted step names it: a sequence that left while steps were
-under way keeps its slot, and `count` of that slot counts them off like those of the living. And what steps have yet to
-produce is `planned - count`: where that is 0 the host knows the last token, else the device has it.
+under way keeps its slot until they are awaited. And `planned - count` is the number of submitted steps that name a
+slot: where that is 0 the host knows the last token, else the device has it.
+
+Each step is planned to bring one token. With drafts it may bring more; then both columns grow by what it brought beyond
+the one. So `planned` is what a sequence comes to at least, and a row may be planned that has reached its end by then:
+the device knows, and it brings nothing. As long as a step that may verify drafts is not awaited, positions are the
+device's to know as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.drafted import DraftMeter
 from engine.core.plan import DecodeRows, Ints, Roster, Scores
 from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
 from engine.core.scores import keep_rows
+from engine.errors import LocalProtocolError
 from transport.messages import FinishReason
 
 _FIRST_SLOTS = 16
@@ -30,7 +38,7 @@ class Lineup:
 
     Attributes:
         slots: int64[rows].
-        roster: as the device sees them.
+        roster: as the device sees them; its `ends` are there where somebody may draft.
         sequences: of each row.
         attempts: int32[rows].
         bases: int64[rows], position of the input token less the tokens planned before it.
@@ -56,11 +64,13 @@ class NewTokens:
     """What a step brought to sequences that still run, as columns, and to whom it brought more than a token.
 
     Attributes:
-        requests: int64, attempts: int32, indices: int32 (place in the completion), tokens: int32.
+        requests: int64[rows], attempts: int32[rows], indices: int32[rows] (place of the first in the completion).
+        tokens: int32, of each row all its tokens, one row after the other.
+        counts: int32[rows], how many tokens each row has; None: one each.
         fresh: sequences whose first own token is among them.
         ended: sequences that end with theirs, and why.
         released: sequences that are over and that no submitted step names any more.
-        scores: of tokens whose requests ask for them, `rows` being places in the columns; None where none does.
+        scores: of tokens whose requests ask for them, `rows` being places in `tokens`; None where none does.
     """
 
     requests: Ints
@@ -71,12 +81,33 @@ class NewTokens:
     ended: list[tuple[Sequence, FinishReason]]
     released: list[Sequence]
     scores: Scores | None = None
+    counts: npt.NDArray[np.int32] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Brought:
+    """Tokens of a step with drafts: see `StepResult`. All int64[rows] but `tokens`.
+
+    Attributes:
+        counts: tokens of each row; proposed: drafts that were verified in it.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    counts: Ints
+    proposed: Ints
 
 
 class Running:
-    """See the module."""
+    """See the module.
 
-    def __init__(self) -> None:
+    Args:
+        drafts: drafts behind each row at most; 0 where nobody drafts.
+        draft_rows: a step with more rows has none.
+    """
+
+    def __init__(self, drafts: int = 0, draft_rows: int = 0) -> None:
+        self._drafts, self._draft_rows = drafts, draft_rows
+        self.drafted = DraftMeter()
         self.sequences: dict[RequestKey, Sequence] = {}
         """In order of arrival."""
         self._planned = np.zeros(_FIRST_SLOTS, np.int64)
@@ -89,6 +120,8 @@ class Running:
         self._base = np.zeros(_FIRST_SLOTS, np.int64)
         self._least = np.zeros(_FIRST_SLOTS, np.int64)
         self._may_stop = np.zeros(_FIRST_SLOTS, np.bool_)
+        self._proposed = np.zeros(_FIRST_SLOTS, np.int64)
+        self._accepted = np.zeros(_FIRST_SLOTS, np.int64)
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._fresh: set[int] = set()
@@ -96,6 +129,8 @@ class Running:
         self._lineup: Lineup | None = None
         # Of the present lineup: submitted steps that are not awaited; steps until a row of it is planned to its end.
         self._num_ahead = self._num_left = 0
+        # Submitted steps that may verify drafts.
+        self._num_drafting = 0
         # Of the lineup of the step awaited last: awaited steps in which no row of it comes to its limit.
         self._awaited: Lineup | None = None
         self._num_endless = 0
@@ -110,6 +145,7 @@ class Running:
         self._limit[slot], self._slab[slot] = sequence.limit, sequence.slab
         self._request[slot], self._attempt[slot] = sequence.key
         self._base[slot] = sequence.prompt_tokens - 1
+        self._proposed[slot] = self._accepted[slot] = 0
         self._least[slot], self._may_stop[slot] = sequence.sampling.min_tokens, bool(sequence.sampling.stop_ids)
         if len(sequence.pages) > self._tables.shape[1]:
             more = max(len(sequence.pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
@@ -126,6 +162,9 @@ class Running:
         slot = sequence.slot
         sequence.count = int(self._count[slot])
         sequence.steps = int(self._planned[slot]) - sequence.count
+        if self._drafts:
+            origin = sequence.reserve.prefill_rank, sequence.prefill_generation
+            self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
         self._fresh.discard(slot)
         self._lineup = None
         if sequence.steps:
@@ -138,8 +177,8 @@ class Running:
         """Whether a step would have a row."""
         return any(self._planned[sequence.slot] < sequence.limit for sequence in self.sequences.values())
 
-    def plan(self, most: int) -> tuple[Lineup, DecodeRows] | None:
-        """The rows of the next step, which count as submitted from now on; None when there are none."""
+    def plan(self, most: int) -> tuple[Lineup, DecodeRows, int] | None:
+        """The rows of the next step, which count as submitted from now on, and its drafts; None when there are none."""
         lineup = self._lineup or self._renew(most)
         slots = lineup.slots
         if not len(slots):
@@ -154,13 +193,20 @@ class Running:
         else:
             tokens = np.where(planned > self._count[slots], -1, self._token[slots])
         rows = DecodeRows(lineup.roster, lineup.bases + planned, tokens)
+        drafts = 0
+        if self._drafts:
+            if self._num_drafting:
+                rows.positions = np.where(tokens < 0, -1, rows.positions)
+            if len(slots) <= self._draft_rows:
+                drafts = self._drafts
+                self._num_drafting += 1
         planned += 1
         self._planned[slots] = planned
         self._num_ahead += 1
         self._num_left -= 1
         if self._num_left <= 0:
             self._lineup = None
-        return lineup, rows
+        return lineup, rows, drafts
 
     def apply(
         self,
@@ -169,7 +215,8 @@ class Running:
         eos_ids: frozenset[int],
         scores: Scores | None = None,
     ) -> NewTokens:
-        """Takes the tokens of the oldest submitted step, one for each of its rows."""
+        """Takes the tokens of the oldest submitted step, one for each of its rows. If it may have verified drafts,
+        `end_drafting` comes before."""
         slots, limits, may_stop, sequences = lineup.slots, lineup.limits, lineup.may_stop, lineup.sequences
         requests, attempts = lineup.roster.requests, lineup.attempts
         released: list[Sequence] = []
@@ -197,8 +244,7 @@ class Running:
                 scores = None if scores is None else keep_rows(scores, kept)
         new = NewTokens(requests, attempts, indices, tokens, [], [], released, scores)
         if self._fresh:
-            new.fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
-            self._fresh.difference_update([sequence.slot for sequence in new.fresh])
+            new.fresh = self._take_fresh(sequences)
         may_end = may_stop
         if self._num_endless <= 0:
             is_full = count >= limits
@@ -215,6 +261,101 @@ class Running:
                 if reason is not None:
                     new.ended.append((sequence, reason))
         return new
+
+    def end_drafting(self) -> None:
+        """A step that might verify drafts was awaited."""
+        self._num_drafting -= 1
+
+    def apply_brought(
+        self, lineup: Lineup, brought: Brought, eos_ids: frozenset[int], scores: Scores | None = None
+    ) -> NewTokens:
+        """`apply` for a step that brought as many tokens as the device says. What is behind the end of a sequence is
+        dropped: the device does not know which ids end a text.
+
+        Raises:
+            LocalProtocolError: a sequence that has not come to its end got nothing.
+        """
+        slots, sequences = lineup.slots, lineup.sequences
+        tokens, counts = brought.tokens, brought.counts
+        accepted = np.maximum(counts - 1, 0)
+        self.drafted.add_step(brought.proposed, accepted)
+        self._proposed[slots] += brought.proposed
+        self._accepted[slots] += accepted
+        before = self._count[slots]
+        self._count[slots] = before + counts
+        self._planned[slots] += counts - 1
+        ends = np.cumsum(counts)
+        has_some = counts > 0
+        self._token[slots[has_some]] = tokens[ends[has_some] - 1]
+        if lineup is self._lineup:
+            self._num_ahead -= 1
+        self._awaited = None
+        is_live = np.ones(len(slots), np.bool_)
+        released: list[Sequence] = []
+        if self._num_gone:
+            is_live = np.array([self.sequences.get(sequence.key) is sequence for sequence in sequences])
+            gone = np.flatnonzero(~is_live).tolist()
+            released = [sequences[row] for row in gone if self._count_off(sequences[row])]
+        if not has_some[is_live].all():
+            row = int(np.flatnonzero(is_live & ~has_some)[0])
+            raise LocalProtocolError(f"request {sequences[row].key} runs and got no token")
+        row_of = np.repeat(np.arange(len(slots)), counts)
+        kept = counts.copy()
+        ended: list[tuple[Sequence, FinishReason]] = []
+        for row in np.flatnonzero(self._find_ends(lineup, before, tokens, counts, row_of, eos_ids) & is_live).tolist():
+            first = int(ends[row] - counts[row])
+            reason, taken = _find_end(sequences[row], tokens[first : ends[row]].tolist(), int(before[row]), eos_ids)
+            if reason is not None:
+                ended.append((sequences[row], reason))
+                kept[row] = taken
+        if ended:
+            dropped = counts - kept
+            self._count[slots] -= dropped
+            self._planned[slots] -= dropped
+        if len(ended) or released or not is_live.all():
+            place = np.arange(len(tokens)) - np.repeat(ends - counts, counts)
+            stays = np.flatnonzero(is_live[row_of] & (place < kept[row_of]))
+            tokens, scores = tokens[stays], None if scores is None else keep_rows(scores, stays)
+        if self._lineup is not None:
+            # Some may have come to their end, which a plan without them shows sooner than the device.
+            self._num_left = int((self._lineup.limits - self._planned[self._lineup.slots]).min())
+            if self._num_left <= 0:
+                self._lineup = None
+        fresh = self._take_fresh([sequences[row] for row in np.flatnonzero(is_live).tolist()]) if self._fresh else []
+        return NewTokens(
+            lineup.roster.requests[is_live],
+            lineup.attempts[is_live],
+            before[is_live].astype(np.int32),
+            tokens,
+            fresh,
+            ended,
+            released,
+            scores,
+            kept[is_live].astype(np.int32),
+        )
+
+    def _find_ends(
+        self,
+        lineup: Lineup,
+        before: Ints,
+        tokens: npt.NDArray[np.int32],
+        counts: Ints,
+        row_of: Ints,
+        eos_ids: frozenset[int],
+    ) -> npt.NDArray[np.bool_]:
+        """bool[rows]: which may have come to their end."""
+        may_end = before + counts >= lineup.limits
+        if lineup.may_stop is not None:
+            may_end |= lineup.may_stop
+        for end in eos_ids:
+            may_end[row_of[tokens == end]] = True
+        return may_end
+
+    def _take_fresh(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of them whose first own token has come only now."""
+        fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
+        self._fresh.difference_update([sequence.slot for sequence in fresh])
+        return fresh
 
     def _count_off(self, sequence: Sequence) -> bool:
         """One step less names the memory of a sequence that left; whether none does now."""
@@ -250,6 +391,7 @@ class Running:
             pages=pages,
             sampling=sampling,
             tables=self._tables[slots, : max(map(len, pages), default=0)],
+            ends=self._base[slots] + self._limit[slots] if self._drafts else None,
         )
         may_stop, least = self._may_stop[slots], self._least[slots]
         return Lineup(
@@ -268,7 +410,20 @@ class Running:
         old = len(self._planned)
         for name in (
             "planned", "count", "token", "limit", "request", "attempt", "slab", "base", "least", "may_stop",
+            "proposed", "accepted",
         ):  # fmt: skip
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))
         self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _find_end(
+    sequence: Sequence, tokens: list[int], count: int, eos_ids: frozenset[int]
+) -> tuple[FinishReason | None, int]:
+    """Why a sequence of `count` tokens ends with one of these, if it does, and how many of them it has then."""
+    sampling = sequence.reserve.sampling
+    for taken, token in enumerate(tokens, 1):
+        reason = judge_token(token, count + taken, sequence.limit, sampling, eos_ids)
+        if reason is not None:
+            return reason, taken
+    return None, len(tokens)

@@ -2,9 +2,10 @@
 
 Theory of operation. Steps are planned ahead of results: while step n runs, n + 1 waits in the device's queue. So a plan
 rests on an *assumed* state (`planned`, of a Prompt and in the columns of `running`), which `apply_result` reconciles.
-Lengths are known without results; the only surprise is an id that ends a text: the row that was planned after it is
-computed in vain and discarded. A row's input token is named where the host knows it and left to the device (None) where
-the step before has yet to produce it.
+Without drafts lengths are known without results; the only surprise is an id that ends a text: the row that was planned
+after it is computed in vain and discarded. A row's input token is named where the host knows it and left to the device
+(None) where the step before has yet to produce it. With drafts the device alone knows how many tokens a step brought
+until its result is there, and so where the rows of the next one stand: see `running`.
 
 Two rules keep that sound. A sequence that is in a queued step is in the next plan too, unless it is complete
 (`running` keeps the order of arrival and a plan takes the first rows), so "the token of the step before" has one
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.core.plan import PrefillChunk, Scores, StepPlan, StepResult
 from engine.core.request import Prompt, sampling_at
-from engine.core.running import Lineup, NewTokens, Running
+from engine.core.running import Brought, Lineup, NewTokens, Running
 from engine.errors import LocalProtocolError
 
 
@@ -33,6 +36,8 @@ class StepLimits:
         page_tokens: ids in a page.
         rows: decode rows.
         prompts: prompts with a chunk in it, within `chunk_tokens` together.
+        drafts: drafts behind each decode row; 0 for none.
+        draft_rows: a step with more decode rows has no drafts.
     """
 
     chunk_tokens: int
@@ -40,6 +45,8 @@ class StepLimits:
     rows: int
     eos_ids: frozenset[int]
     prompts: int = 1
+    drafts: int = 0
+    draft_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,11 +76,13 @@ class SideSizes:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flight:
-    """A submitted step: what its result will be matched with. `chunks` holds (prompt, ids, is the last)."""
+    """A submitted step: what its result will be matched with. `chunks` holds (prompt, ids, is the last), `drafts` is
+    the plan's."""
 
     step: int
     chunks: list[tuple[Prompt, int, bool]]
     lineup: Lineup | None = None
+    drafts: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -115,25 +124,26 @@ def plan_step(state: Schedule, limits: StepLimits) -> StepPlan | None:
     chunks = _plan_chunks(state, limits, flight)
     planned = state.running.plan(limits.rows)
     if planned is not None:
-        flight.lineup = planned[0]
+        flight.lineup, flight.drafts = planned[0], planned[2]
     elif not chunks:
         return None
     state.next_step += 1
     state.flights.append(flight)
-    return StepPlan(flight.step, chunks, () if planned is None else planned[1])
+    return StepPlan(flight.step, chunks, () if planned is None else planned[1], drafts=flight.drafts)
 
 
 def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> Applied:
     """Reconciles the assumed state with the result of the oldest submitted step.
 
     Raises:
-        LocalProtocolError: not the oldest step, or not one token per row and chunk.
+        LocalProtocolError: not the oldest step, or not as many tokens as its rows and chunks have.
     """
     if not state.flights or state.flights[0].step != result.step:
         raise LocalProtocolError(f"result of step {result.step}, which is not the oldest in flight")
     flight = state.flights.popleft()
     num_rows = 0 if flight.lineup is None else len(flight.lineup.slots)
-    if num_rows != len(result.row_tokens) or len(flight.chunks) != len(result.chunk_tokens):
+    told = result.row_tokens if result.row_counts is None else result.row_counts
+    if num_rows != len(told) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
     applied = Applied(
         [],
@@ -149,8 +159,24 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
         applied.chunks.append((prompt, sampled, num_ids, is_last))
     if flight.lineup is not None:
         tokens = np.array(result.row_tokens, np.int32)
-        applied.rows = state.running.apply(flight.lineup, tokens, limits.eos_ids, result.row_scores)
+        if flight.drafts:
+            state.running.end_drafting()
+        if result.row_counts is None:
+            applied.rows = state.running.apply(flight.lineup, tokens, limits.eos_ids, result.row_scores)
+        else:
+            brought = _read_counts(result, tokens, result.row_counts)
+            applied.rows = state.running.apply_brought(flight.lineup, brought, limits.eos_ids, result.row_scores)
     return applied
+
+
+def _read_counts(result: StepResult, tokens: npt.NDArray[np.int32], row_counts: Sequence[int]) -> Brought:
+    """Raises LocalProtocolError where counts, tokens and drafts do not belong together."""
+    counts = np.array(row_counts, np.int64)
+    proposed = np.array([0] * len(counts) if result.row_proposed is None else result.row_proposed, np.int64)
+    is_right = len(proposed) == len(counts) and int(counts.sum()) == len(tokens)
+    if not is_right or int(counts.min()) < 0 or bool((counts - 1 > proposed).any()):
+        raise LocalProtocolError(f"step {result.step}: its rows' tokens, counts and drafts do not belong together")
+    return Brought(tokens, counts, proposed)
 
 
 def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[PrefillChunk, ...]:

@@ -69,11 +69,19 @@ class ScoreBuffer:
         request, attempt = key
         self._parts.append((np.array([request]), np.array([attempt], np.int32), np.array([index], np.int32), scores))
 
-    def extend(self, requests: Ints, attempts: Int32s, indices: Int32s, scores: Scores) -> None:
-        """Tokens of a step: `scores.rows` are places in the columns."""
+    def extend(
+        self, requests: Ints, attempts: Int32s, indices: Int32s, scores: Scores, counts: Int32s | None = None
+    ) -> None:
+        """Tokens of a step: `scores.rows` are places among its tokens, of which each request has `counts`, or one."""
         rows = scores.rows
-        if len(rows):
-            self._parts.append((requests[rows], attempts[rows], indices[rows], scores))
+        if not len(rows):
+            return
+        if counts is not None:
+            row_of = np.repeat(np.arange(len(counts)), counts)
+            places = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+            requests, attempts = requests[row_of], attempts[row_of]
+            indices = (indices[row_of] + places).astype(np.int32)
+        self._parts.append((requests[rows], attempts[rows], indices[rows], scores))
 
     def take(self, step: int) -> tuple[LogprobsEmitted, bytes] | None:
         """The frame, and an empty buffer after it; None when there is nothing to tell."""

@@ -8,7 +8,8 @@ from array import array
 
 import numpy as np
 
-from transport.messages import RankSnapshot
+from engine.core.drafted import DraftMeter
+from transport.messages import DraftCounts, RankSnapshot
 
 
 class Histogram:
@@ -70,7 +71,8 @@ class Meters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauges:
-    """What a side of the hand-off says of itself. Page counts sum up to `pages_total`."""
+    """What a side of the hand-off says of itself. Page counts sum up to `pages_total`. `drafted`: borrowed, of a side
+    that may draft."""
 
     running: int
     waiting: int
@@ -86,6 +88,7 @@ class Gauges:
     pushes: int
     pushes_inflight: int
     corrupt_pushes: int
+    drafted: DraftMeter | None = None
 
 
 def build_snapshot(
@@ -124,4 +127,6 @@ def build_snapshot(
         step_us_sum=meters.step_us_sum,
         device_us_sum=meters.device_us_sum,
         corrupt_pushes=gauges.corrupt_pushes,
+        drafted=DraftCounts() if gauges.drafted is None else gauges.drafted.counts(),
+        draft_origins=() if gauges.drafted is None else gauges.drafted.origins(),
     )

@@ -31,8 +31,8 @@ class EmittedRow(NamedTuple):
 
 Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
-Columns = tuple[Longs, Ints, Ints, Ints]
-"""requests, attempts, indices (places in the completions), tokens: a token each."""
+Columns = tuple[Longs, Ints, Ints, Ints | None, Ints]
+"""requests, attempts, indices (place of the first token in the completion), counts, tokens; counts None: one each."""
 
 
 class TokenBuffer:
@@ -46,10 +46,13 @@ class TokenBuffer:
         """`index` is the token's place in the completion; tokens of a request are added in order."""
         self._singles.append((*key, index, token))
 
-    def extend(self, requests: Longs, attempts: Ints, indices: Ints, tokens: Ints) -> None:
-        """The same for a token of each of many requests. The arrays must not change any more."""
+    def extend(
+        self, requests: Longs, attempts: Ints, indices: Ints, tokens: Ints, counts: Ints | None = None
+    ) -> None:
+        """The same for tokens of each of many requests: `counts` of each, at least one, one request after the other;
+        None: one each. The arrays must not change any more."""
         self._join_singles()
-        self._columns.append((requests, attempts, indices, tokens))
+        self._columns.append((requests, attempts, indices, counts, tokens))
 
     def take(self, step: int) -> tuple[TokensEmitted, bytes] | None:
         """The frame, and an empty buffer after it; None when there is nothing to say."""
@@ -67,30 +70,49 @@ class TokenBuffer:
             num_rows, num_tokens, blob = pack_tokens(_gather_rows(columns))
             return TokensEmitted(step, num_rows, num_tokens), blob
         if sys.byteorder == "big":
-            columns = (requests.byteswap(), columns[1].byteswap(), columns[2].byteswap(), columns[3].byteswap())
-        longs, attempts, indices, tokens = [column.tobytes() for column in columns]
-        blob = b"".join((longs, attempts, indices, _ONE * num_rows, tokens))
-        return TokensEmitted(step, num_rows, num_rows), blob
+            requests, attempts, indices, counts, tokens = (None if c is None else c.byteswap() for c in columns)
+            columns = (requests, attempts, indices, counts, tokens)
+        requests, attempts, indices, counts, tokens = columns
+        blob = b"".join(
+            (
+                requests.tobytes(),
+                attempts.tobytes(),
+                indices.tobytes(),
+                _ONE * num_rows if counts is None else counts.tobytes(),
+                tokens.tobytes(),
+            )
+        )
+        return TokensEmitted(step, num_rows, len(tokens)), blob
 
     def _join_singles(self) -> None:
         if self._singles:
             requests, attempts, indices, tokens = zip(*self._singles, strict=True)
             attempt, index, token = (np.array(column, np.int32) for column in (attempts, indices, tokens))
-            self._columns.append((np.array(requests, np.int64), attempt, index, token))
+            self._columns.append((np.array(requests, np.int64), attempt, index, None, token))
             self._singles.clear()
 
 
 def _join(parts: list[Columns]) -> Columns:
-    requests, attempts, indices, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return requests, attempts, indices, tokens
+    requests, attempts, indices, counts, tokens = zip(*parts, strict=True)
+    joined = None
+    if any(count is not None for count in counts):
+        joined = np.concatenate([_count(part) for part in parts])
+    return np.concatenate(requests), np.concatenate(attempts), np.concatenate(indices), joined, np.concatenate(tokens)
+
+
+def _count(columns: Columns) -> Ints:
+    return np.ones(len(columns[0]), np.int32) if columns[3] is None else columns[3]
 
 
 def _gather_rows(columns: Columns) -> Iterable[EmittedRow]:
     """One row per request where some have several tokens: two steps ended between two frames."""
     rows: dict[tuple[int, int], EmittedRow] = {}
-    for request, attempt, index, token in zip(*(column.tolist() for column in columns), strict=True):
+    tokens, at = columns[4].tolist(), 0
+    heads = (columns[0], columns[1], columns[2], _count(columns))
+    for request, attempt, index, count in zip(*(column.tolist() for column in heads), strict=True):
         row = rows.setdefault((request, attempt), EmittedRow(request, attempt, index, []))
-        row.tokens.append(token)
+        row.tokens.extend(tokens[at : at + count])
+        at += count
     return rows.values()
 
 

@@ -21,8 +21,10 @@ from engine.faces.rebalance import RUNNING_STATES, newest_first
 from engine.version import VERSION
 from transport.messages import (
     LATENCY_BOUNDS_US,
+    MOST_DRAFTS,
     REBALANCE_BOUNDS_MS,
     Counts,
+    DraftCounts,
     ExpertsReport,
     PartReport,
     RankStatus,
@@ -46,6 +48,7 @@ def metrics_text(status: StatusReport, experts: ExpertsReport, traffic: TrafficR
         _cluster_metrics(status, experts),
         _rank_metrics(status.ranks),
         _traffic_metrics(traffic, status.model),
+        _draft_metrics(status.drafted, status.model),
         _eplb_metrics(experts.parts, now_s),
     )
     return _write(list(itertools.chain(*metrics)))
@@ -145,6 +148,27 @@ def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
         answers.add_metric([result], getattr(traffic, result))
     yield answers
     yield GaugeMetricFamily("engine:waiting_tokens", "Prompt tokens that wait.", value=traffic.waiting_tokens)
+
+
+def _draft_metrics(drafted: DraftCounts, model: str) -> Iterator[Metric]:
+    names, labels = ["model_name", "engine"], [model, "0"]
+    for name, text, value in (
+        ("num_drafts", "Rows with drafts that a decode step verified.", drafted.rows),
+        ("num_draft_tokens", "Drafted tokens that were verified.", drafted.proposed),
+        ("num_accepted_tokens", "Of these, the accepted ones.", drafted.accepted),
+    ):
+        family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=names)
+        family.add_metric(labels, value)
+        yield family
+    family = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Rows of which the draft at this place, from 0, and all before it were accepted.",
+        labels=[*names, "position"],
+    )
+    for place in range(MOST_DRAFTS):
+        count = drafted.accepted_at[place] if place < len(drafted.accepted_at) else 0
+        family.add_metric([*labels, str(place)], count)
+    yield family
 
 
 _SUM_TEXT = "The sum is reckoned from the buckets, within 12 %."

@@ -180,6 +180,10 @@ def read_wanted(data: bytes, served: Served, http: HttpConfig, *, is_chat: bool)
     try:
         values, ignored = read_fields(fields, {}, chat=is_chat)
         wishes = read_wishes(values, chat=is_chat)
+        if stream and wishes.prompt_logprobs >= 0:
+            raise BodyRefused(
+                "bad_request", "unsupported_field", "prompt_logprobs: not supported in a stream; see echo"
+            )
         if is_chat:
             prompts = [encode_messages(served.codec, values, served.bounds)]
         else:

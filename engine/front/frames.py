@@ -41,6 +41,7 @@ class Renderer:
         chunk = self._common | ({"object": "chat.completion.chunk"} if wanted.is_chat else {})
         self._head = b"data: " + encoder.encode(chunk)[:-1] + b',"choices":['
         self._ended: set[int] = set()
+        self._echoes: dict[int, str] = {}
 
     # ------------------------------------------------------------ a stream
 
@@ -48,6 +49,9 @@ class Renderer:
         """All that is new, choice by choice; empty if nothing is."""
         parts: list[bytes] = []
         for choice in self._generation.choices:
+            if not choice.begun and self._lacks_prompt(choice):
+                choice.lag = 0
+                continue
             is_end = choice.reason is not None and choice.index not in self._ended
             is_counted = self._wanted.continuous_usage and choice.lag > 0 and choice.index not in self._ended
             choice.lag = 0  # the reader keeps up, whether there is text to show or not
@@ -137,13 +141,28 @@ class Renderer:
     def _per_prompt(self) -> int:
         return len(self._wanted.samplings[0])
 
-    def _first_of(self, choice: Choice) -> Choice:
-        """The choice that asked for the log-probabilities of the same prompt."""
-        return self._generation.choices[choice.index - choice.index % self._per_prompt]
+    def _prompt_told(self, choice: Choice) -> Told | None:
+        """The log-probabilities of the choice's prompt, once all of them are there. Its first choice asks for them."""
+        first = self._generation.choices[choice.index - choice.index % self._per_prompt].ask
+        told = first.prompt_told
+        return told if told is not None and len(told) >= len(first.prompt) // 4 else None
+
+    def _lacks_prompt(self, choice: Choice) -> bool:
+        """Whether the first chunk has to wait for what it echoes. It waits for nobody whose end was told."""
+        wishes = self._wanted.wishes
+        if self._wanted.is_chat or not wishes.echo or wishes.logprobs < 0:
+            return False
+        first = self._generation.choices[choice.index - choice.index % self._per_prompt].ask
+        return first.owner is not None and self._prompt_told(choice) is None
 
     def _echo(self, choice: Choice) -> str:
-        wishes = self._wanted.wishes
-        return self._codec.decode(_ids(choice), skip_special=wishes.skip_special) if wishes.echo else ""
+        """The text of the choice's prompt, where the answer begins with it."""
+        if not self._wanted.wishes.echo:
+            return ""
+        place = choice.index // self._per_prompt
+        if place not in self._echoes:
+            self._echoes[place] = self._codec.decode(_ids(choice), skip_special=self._wanted.wishes.skip_special)
+        return self._echoes[place]
 
     def _scores(self, choice: Choice, *, echoed: str | None = None) -> dict[str, Any] | None:
         """`logprobs` of what is new of a choice. `echoed`: the prompt's text, where its tokens are told, too."""
@@ -155,18 +174,18 @@ class Renderer:
             return chat_logprobs(self._codec, ids, told, wishes.logprobs)
         parts = [(told, len(ids))]
         if wishes.echo:
-            prompt = _ids(choice)
-            before = text_offsets(self._codec, prompt, skip_special=wishes.skip_special)
-            length = len(self._codec.decode(prompt, skip_special=wishes.skip_special))
+            length = len(self._echo(choice))
             offsets = [length + offset for offset in offsets]
-            scored = self._first_of(choice).ask.prompt_told
+            scored = self._prompt_told(choice)
             if echoed is not None and scored is not None:
+                prompt = _ids(choice)
+                before = text_offsets(self._codec, prompt, skip_special=wishes.skip_special)
                 ids, offsets = [*prompt, *ids], [*before, *offsets]
                 parts = [(scored, len(prompt)), *parts]
         return completion_logprobs(self._codec, ids, offsets, parts, wishes.logprobs)
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        told = self._first_of(choice).ask.prompt_told
+        told = self._prompt_told(choice)
         if told is None:
             return None
         return prompt_logprobs(self._codec, _ids(choice), told, self._wanted.wishes.prompt_logprobs)

@@ -39,13 +39,11 @@ class Guard:
 
 
 def read_guard(path: str) -> Guard:
-    """Reads a file with one key a line; empty lines and lines that begin with `#` are none. An empty path has no keys.
+    """Reads a file with one key a line; empty lines and lines that begin with `#` are none.
 
     Raises:
         ConfigError: it can not be read, or has no key, or one that no header could carry.
     """
-    if not path:
-        return Guard([])
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:

@@ -14,15 +14,14 @@ import asyncio
 import collections
 import contextlib
 import logging
-import sys
 
-from engine.actors.told import Told, read_scores, take_prompt
 from engine.errors import EngineError, Overflow, PeerGone, RemoteProtocolError
-from engine.front.ask import Ask, AskOwner, Failure
+from engine.front.ask import Ask, Failure
+from engine.front.asktable import AskTable
 from engine.log import log_event
 from transport import messages
 from transport.link import FrameLink, open_unix_link
-from transport.messages import HeadHello, RequestFailed, RequestFinished, RequestStarted
+from transport.messages import HeadHello, RequestFailed
 from transport.wire import Frame
 
 logger = logging.getLogger("engine.front")
@@ -54,22 +53,18 @@ class HeadLink:
     """
 
     def __init__(self, path: str, name: str) -> None:
-        if sys.byteorder != "little":
-            raise AssertionError("token columns are little-endian and read in place")
         self.hello: HeadHello | None = None
         self._path = path
         self._name = name
         self._known: HeadHello | None = None
         self._link: FrameLink | None = None
         self._was_up = False
-        self._asks: dict[int, Ask] = {}
+        self._asks = AskTable()
         self._again: dict[Ask, None] = {}
         """Wait for the next connection."""
         self._pauses: dict[Ask, asyncio.Task[None]] = {}
         """Wait for their next attempt."""
-        self._numbers = 0
         self._cancels: collections.deque[int] = collections.deque()
-        self._touched: dict[AskOwner, None] = {}
 
     @property
     def num_open(self) -> int:
@@ -86,9 +81,7 @@ class HeadLink:
         link = self._link
         if link is None or self.hello is None:
             raise PeerGone("the engine does not answer")
-        self._numbers += 1
-        ask.request, ask.attempt = self._numbers, ask.attempt + 1
-        self._asks[ask.request] = ask
+        self._asks.add(ask)
         message = messages.Submit(
             request=ask.request,
             attempt=ask.attempt,
@@ -99,7 +92,7 @@ class HeadLink:
         try:
             await link.send(message, ask.prompt + ask.generated.tobytes())
         except BaseException:
-            self._asks.pop(ask.request, None)
+            self._asks.remove(ask)
             self._again.pop(ask, None)
             raise
         if ask.owner is None:  # cancelled while it waited for room: the word went out before it
@@ -113,19 +106,18 @@ class HeadLink:
         pause = self._pauses.pop(ask, None)
         if pause is not None:
             pause.cancel()
-        if self._asks.get(ask.request) is ask:
+        if self._asks.holds(ask):
             self._cancels.append(ask.request)
             self._flush_cancels()
 
     def fail_all(self, failure: Failure) -> None:
         """Ends every ask, because the front is ending."""
-        for ask in [*self._asks.values(), *self._again, *self._pauses]:
+        for ask in [*self._asks.unanswered(), *self._again, *self._pauses]:
             owner = ask.owner
             self.cancel(ask)
-            if owner is not None:
-                owner.ask_failed(ask, failure)
-                self._touched[owner] = None
-        self._tell_over()
+            ask.owner = owner
+            self._asks.fail(ask, failure)
+        self._asks.tell_over()
 
     async def run(self) -> None:
         """Dials, reads, dials again, until cancelled.
@@ -189,24 +181,25 @@ class HeadLink:
     def _drop_link(self) -> None:
         """The connection is gone: what it had waits for the next one."""
         self._link = self.hello = None
-        asks, self._asks = self._asks, {}
         self._cancels.clear()
-        for ask in asks.values():
+        for ask in self._asks.clear():
             if ask.owner is not None:
                 self._wait_again(ask)
-        self._tell_over()
+        self._asks.tell_over()
 
     def _wait_again(self, ask: Ask) -> None:
         if ask.attempt >= ATTEMPTS:
-            self._fail(ask, Failure("engine_lost", f"the engine was lost, {ask.attempt} times", retryable=True))
+            self._asks.fail(ask, Failure("engine_lost", f"the engine was lost, {ask.attempt} times", retryable=True))
         else:
             self._again[ask] = None
 
     def _fail_waiting(self) -> None:
         again, self._again = self._again, {}
         for ask in again:
-            self._fail(ask, Failure("engine_lost", f"the engine was not back within {RELINK_S:g} s", retryable=True))
-        self._tell_over()
+            self._asks.fail(
+                ask, Failure("engine_lost", f"the engine was not back within {RELINK_S:g} s", retryable=True)
+            )
+        self._asks.tell_over()
 
     async def _submit_again(self, ask: Ask) -> None:
         if ask.owner is None:
@@ -214,7 +207,7 @@ class HeadLink:
         try:
             await self.submit(ask)
         except Overflow as error:
-            self._fail(ask, Failure("bad_request", str(error)))
+            self._asks.fail(ask, Failure("bad_request", str(error)))
         except PeerGone:
             if ask.owner is not None:
                 self._wait_again(ask)
@@ -223,7 +216,7 @@ class HeadLink:
         await asyncio.sleep(RETRY_PAUSE_S * 2 ** (ask.attempt - 1))
         self._pauses.pop(ask, None)
         await self._submit_again(ask)
-        self._tell_over()
+        self._asks.tell_over()
 
     def _flush_cancels(self) -> None:
         """What finds no room goes with the next frames that come."""
@@ -241,56 +234,11 @@ class HeadLink:
         self._flush_cancels()
         try:
             for frame in frames:
-                self._take(frame)
+                failed = self._asks.take(frame)
+                if failed is not None:
+                    self._take_failure(*failed)
         finally:
-            self._tell_over()
-
-    def _tell_over(self) -> None:
-        touched, self._touched = self._touched, {}
-        for owner in touched:
-            owner.batch_over()
-
-    def _take(self, frame: Frame) -> None:
-        match frame.message:
-            case messages.TokensEmitted() as fact:
-                self._take_tokens(fact, frame.blob)
-            case RequestStarted() as fact:
-                ask = self._find(fact.request, fact.attempt)
-                if ask is not None:
-                    ask.started = fact
-            case RequestFinished() as fact:
-                ask = self._find(fact.request, fact.attempt)
-                if ask is None:
-                    return
-                if fact.completion_tokens != len(ask.generated):
-                    raise RemoteProtocolError(
-                        f"request {fact.request} finished with {fact.completion_tokens} tokens,"
-                        f" but {len(ask.generated)} came"
-                    )
-                del self._asks[fact.request]
-                if ask.owner is not None:
-                    self._touched[ask.owner] = None
-                    ask.owner.ask_finished(ask, fact.reason)
-            case RequestFailed() as fact:
-                ask = self._find(fact.request, fact.attempt)
-                if ask is not None:
-                    del self._asks[fact.request]
-                    self._take_failure(ask, fact)
-            case messages.LogprobsEmitted() as fact:
-                for scored in read_scores(fact, frame.blob):
-                    ask = self._find(scored.request, scored.attempt)
-                    if ask is not None:
-                        ask.told = ask.told or Told()
-                        ask.told.extend(scored.index, *scored.columns)
-            case messages.PromptScored() as fact:
-                ask = self._find(fact.request, fact.attempt)
-                if ask is not None:
-                    ask.prompt_told = ask.prompt_told or Told(missing=1)
-                    take_prompt(ask.prompt_told, fact, frame.blob)
-            case messages.Refused() as fact:
-                raise PeerGone(f"the head refused this front: {fact.message}")
-            case other:
-                raise RemoteProtocolError(f"the head sent {type(other).__name__} out of turn")
+            self._asks.tell_over()
 
     def _take_failure(self, ask: Ask, fact: RequestFailed) -> None:
         if ask.owner is None:
@@ -299,44 +247,7 @@ class HeadLink:
             log_event(logger, "info", "request.again", label=ask.label, attempt=ask.attempt, code=fact.code)
             self._pauses[ask] = asyncio.get_running_loop().create_task(self._retry(ask))
             return
-        self._fail(ask, Failure(fact.code, fact.message, retryable=fact.retryable))
-
-    def _fail(self, ask: Ask, failure: Failure) -> None:
-        if ask.owner is not None:
-            self._touched[ask.owner] = None
-            ask.owner.ask_failed(ask, failure)
-
-    def _find(self, request: int, attempt: int) -> Ask | None:
-        ask = self._asks.get(request)
-        if ask is None:
-            if request > self._numbers:
-                raise RemoteProtocolError(f"the head speaks of request {request}; the last one was {self._numbers}")
-            return None
-        if ask.attempt != attempt:
-            raise RemoteProtocolError(f"request {request} is at attempt {ask.attempt}, the head says {attempt}")
-        return ask
-
-    def _take_tokens(self, fact: messages.TokensEmitted, blob: memoryview) -> None:
-        rows = fact.num_rows
-        requests = blob[: 8 * rows].cast("q").tolist()
-        attempts, indexes, counts = (blob[at * rows : (at + 4) * rows].cast("i").tolist() for at in (8, 12, 16))
-        ids = blob[20 * rows :].cast("i").tolist()
-        if sum(counts) != fact.num_tokens or min(counts, default=0) < 0:
-            raise RemoteProtocolError(f"TokensEmitted says {fact.num_tokens} tokens, its rows say {sum(counts)}")
-        place = 0
-        for request, attempt, index, count in zip(requests, attempts, indexes, counts, strict=True):
-            first, place = place, place + count
-            ask = self._find(request, attempt)
-            if ask is None:
-                continue
-            if ask.started is None or ask.started.attempt != attempt:
-                raise RemoteProtocolError(f"request {request}: tokens came before its start")
-            if index != len(ask.generated):
-                raise RemoteProtocolError(f"request {request}: token {index} came where {len(ask.generated)} was next")
-            ask.generated.extend(ids[first:place])
-            if ask.owner is not None:
-                self._touched[ask.owner] = None
-                ask.owner.tokens_came(ask, count)
+        self._asks.fail(ask, Failure(fact.code, fact.message, retryable=fact.retryable))
 
 
 def _check_hello(frame: Frame) -> HeadHello:

@@ -92,7 +92,7 @@ def run_front_process(given: FrontGiven) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     _allow_descriptors(given.http.connections + SPARE_DESCRIPTORS)
     served = load_served(given.model, given.vocab_size, given.max_model_tokens)
-    guard = read_guard(given.http.keys_file)
+    guard = read_guard(given.http.keys_file) if given.http.asks_keys else Guard([])
     counts = FrontCounts(given.counts, given.place)
     listener = socket.socket(fileno=given.listener)
     try:

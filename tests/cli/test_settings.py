@@ -89,7 +89,7 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("\n[limits]\n# x\nclient = 1", ":4: unknown key 'limits.client'; did you mean 'limits.clients'?"),
         ("queue_requests = 1", ":1: unknown key 'queue_requests'; did you mean 'limits.queue_requests'?"),
         ("pools.decode.rank = 1", ":1: unknown key 'pools.decode.rank'; did you mean 'pools.decode.ranks'?"),
-        ("[http]\nlisten = 'x'", ":2: unknown key 'http.listen'"),
+        ("[web]\nlisten = 'x'", ":2: unknown key 'web.listen'"),
         ("[limits]\nstep_s = 'soon'", ":2: limits.step_s: 'soon' is not a duration; write 30s"),
         ("[limits]\nlink_out_bytes = '4 apples'", ":2: limits.link_out_bytes: '4 apples' is not a size"),
         ("[limits]\nclients = 0", ":2: limits.clients: 0 is out of range; the least is 1"),

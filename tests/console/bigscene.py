@@ -12,14 +12,25 @@ import msgspec
 import numpy as np
 
 from tests.console.servedscene import NumberedHead
-from tests.console.stubhead import Scene, make_heat, make_part, make_requests, make_skew, make_status
+from tests.console.stubhead import Scene, make_event, make_heat, make_part, make_requests, make_skew, make_status
 from transport.link import FrameLink
-from transport.messages import AskHeat, AskStatus, ExpertsReport, HeatReport, Message, PartReport, RequestsReport
+from transport.messages import (
+    AskHeat,
+    AskStatus,
+    ExpertsReport,
+    HeatReport,
+    LinksReport,
+    Message,
+    PartReport,
+    RequestsReport,
+)
 
 PREFILL, DECODE, LAYERS, EXPERTS, SPARE = 8, 64, 61, 256, 1
 ROUND_S = 0.5
 """So much time goes by in the scene from one answer to the next."""
 REQUESTS = 500
+EVENTS = 20
+"""That happen from one round to the next."""
 
 
 class BigHead(NumberedHead):
@@ -68,16 +79,30 @@ class BigHead(NumberedHead):
             ranks.append(msgspec.structs.replace(status, snapshot=snapshot, age_ms=20 + 5 * age))
         scene.status = msgspec.structs.replace(scene.status, ranks=tuple(ranks))
         rows = tuple(
-            msgspec.structs.replace(row, age_ms=row.age_ms + 500, state_ms=row.state_ms + 500, generated=row.generated + 57)
+            msgspec.structs.replace(
+                row, age_ms=row.age_ms + 500, state_ms=row.state_ms + 500, generated=row.generated + 57
+            )
             for row in scene.requests.rows
         )
         scene.requests = RequestsReport(total=scene.requests.total, rows=rows)
-        report, blob = scene.links
+        scene.links = self._jog(*scene.links)
+        first = len(scene.events) + 1
+        self.push(
+            *(
+                make_event(first + n, "request.finish", f"request={first + n} reason=stop", ago_s=0)
+                for n in range(EVENTS)
+            )
+        )
+
+    def _jog(self, report: LinksReport, blob: bytes) -> tuple[LinksReport, bytes]:
+        """Other rates and pushes in flight."""
+        count, chance = report.count, self._chance
         columns = np.frombuffer(blob, "u1").copy()
-        # In flight: behind source, life, destination (int32), bytes and pushes (int64).
-        at = report.count * (4 + 4 + 4 + 8 + 8)
-        columns[at : at + 4 * report.count] = chance.integers(0, 9, report.count).astype("<i4").view("u1")
-        scene.links = (report, columns.tobytes())
+        at = count * (4 + 4 + 4)  # behind source, life and destination
+        columns[at : at + 8 * count].view("<i8")[:] += chance.integers(0, 200_000_000, count)
+        at += count * (8 + 8)
+        columns[at : at + 4 * count].view("<i4")[:] = chance.integers(0, 9, count)
+        return report, columns.tobytes()
 
     def _heat(self, ask: AskHeat, part: PartReport) -> tuple[HeatReport, bytes]:
         report, blob = make_heat(ask, part, hot_place=17, hot_layer=41, hot_expert=203, hot=1.83)
@@ -88,9 +113,7 @@ class BigHead(NumberedHead):
         data[:size] = (shape * self._chance.lognormal(0, 0.25, shape.size)).astype("<f4").tobytes()
         at = 2 * size + 2 * 4 * ranks * slots
         load = np.frombuffer(blob, "<f4", report.experts, at)
-        data[at : at + 4 * report.experts] = (
-            (load * self._chance.lognormal(0, 0.25, load.size)).astype("<f4").tobytes()
-        )
+        data[at : at + 4 * report.experts] = (load * self._chance.lognormal(0, 0.25, load.size)).astype("<f4").tobytes()
         return report, bytes(data)
 
 

@@ -143,8 +143,12 @@ class Emulator:
                 pass
             case "", ("A" | "B" | "C" | "D"):
                 step = max(1, numbers[0])
-                self._y = min(max(0, self._y + (step if final == "B" else -step if final == "A" else 0)), self.height - 1)
-                self._x = min(max(0, self._x + (step if final == "C" else -step if final == "D" else 0)), self.width - 1)
+                self._y = min(
+                    max(0, self._y + (step if final == "B" else -step if final == "A" else 0)), self.height - 1
+                )
+                self._x = min(
+                    max(0, self._x + (step if final == "C" else -step if final == "D" else 0)), self.width - 1
+                )
             case "", "G":
                 self._x = min(max(1, numbers[0]), self.width) - 1
             case "", "J":

@@ -1,9 +1,9 @@
 """What a console costs, itself and its head, as one JSON record:
 `python -m tests.console.measure --output docs/measurements/DATE-console.json`.
 
-Not a test. Processor time is told, not time by the clock: the machine may do other things beside it. Three measurements:
-the console before a scripted head whose numbers all change, on each screen; a real head with ranks that only report,
-with and without a console; and the way from exec to the first picture.
+Not a test. Processor time is told, not time by the clock: the machine may do other things beside it. There are three
+measurements: the console before a scripted head whose numbers all change, on each screen; a real head with ranks that
+only report, with and without a console; and the way from exec to the first picture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from console.screens import SCREENS
-from tests.console.terminal import TAKE_TERMINAL, ROOT
+from tests.console.terminal import ROOT, TAKE_TERMINAL
 
 SIZE = (120, 40)
 RATES_HZ = (2.0, 10.0)
@@ -102,7 +102,10 @@ def serving(module: str, *arguments: str) -> Iterator[tuple[str, int]]:
     """A module of the tests that serves a directory; the directory and the pid."""
     with tempfile.TemporaryDirectory(prefix="measure-", dir="/tmp") as directory:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, directory, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+            [sys.executable, "-m", module, directory, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
         )
         try:
             assert process.stdout is not None and process.stdin is not None
@@ -244,7 +247,7 @@ def render(record: dict[str, Any]) -> str:
     for name, value in record.items():
         if isinstance(value, list):
             rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
-            lines.append(f' {json.dumps(name)}: [\n{rows}\n ]')
+            lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
         else:
             lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"

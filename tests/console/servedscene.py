@@ -8,13 +8,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
-import numpy as np
 
-from tests.console.stubhead import Scene, StubHead, make_heat
+from tests.console.stubhead import Scene, StubHead
 from transport.link import FrameLink
-from transport.messages import AskHeat, AskStatus, HeatReport, Message, PartReport
+from transport.messages import AskStatus, Message
+
+Head = TypeVar("Head", bound=StubHead)
 
 
 class NumberedHead(StubHead):
@@ -39,24 +41,12 @@ class NumberedHead(StubHead):
         super()._answer(link, message, is_admin)
 
 
-def make_changing_heat() -> Callable[[AskHeat, PartReport], tuple[HeatReport, bytes]]:
-    """Loads that are all other ones with every answer."""
-    chance = np.random.default_rng(1)
-
-    def heat(ask: AskHeat, part: PartReport) -> tuple[HeatReport, bytes]:
-        report, blob = make_heat(ask, part)
-        loads = (chance.random(report.ranks * report.layers) * 3).astype("<f4").tobytes()
-        return report, loads + blob[len(loads) :]
-
-    return heat
-
-
 @contextlib.contextmanager
-def serve_scene(scene: Scene, kind: type[StubHead] = StubHead) -> Iterator[StubHead]:
-    """The head answers until the block ends. What it has heard may be read by any thread; its scene's fields may be
-    replaced, not changed."""
+def serve_head(make: Callable[[str], Head]) -> Iterator[Head]:
+    """A head of a directory answers until the block ends. What it has heard may be read by any thread; its scene's
+    fields may be replaced, not changed."""
     with tempfile.TemporaryDirectory(prefix="stub-", dir="/tmp") as directory:
-        head = kind(directory, scene)
+        head = make(directory)
         is_up = threading.Event()
         loop = asyncio.new_event_loop()
         end = asyncio.Event()
@@ -76,3 +66,8 @@ def serve_scene(scene: Scene, kind: type[StubHead] = StubHead) -> Iterator[StubH
             loop.call_soon_threadsafe(end.set)
             thread.join(10)
             loop.close()
+
+
+def serve_scene(scene: Scene) -> contextlib.AbstractContextManager[StubHead]:
+    """The same for a scene."""
+    return serve_head(lambda directory: StubHead(directory, scene))

@@ -76,11 +76,7 @@ class StubRank:
             nursery.start_soon(self._report)
             if is_decode and self.has_loads:
                 nursery.start_soon(self._count)
-            try:
-                await run_link(head, self._hear)
-            except EngineError:
-                pass  # the head has ended
-            nursery.cancel_scope.cancel()
+            await run_link(head, self._hear)
 
     def _hear(self, frames: list[Frame]) -> None:
         for frame in frames:
@@ -130,7 +126,10 @@ async def run_stubs(ends: list[socket.socket], config: ClusterConfig, *, has_loa
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(end))
         head = FrameStream(stream, accepts=RANK_FROM_HEAD, out_limit_bytes=1 << 24, stall_s=10, name="head")
         async with head:
-            await StubRank(rank, head, config, has_loads=has_loads).run()
+            try:
+                await StubRank(rank, head, config, has_loads=has_loads).run()
+            except* EngineError:
+                pass  # the head has ended
 
     async with trio.open_nursery() as nursery:
         for rank, end in enumerate(ends):

@@ -1,7 +1,7 @@
 """A program at a pseudo terminal of its own: a thread takes what it writes onto a screen, as fast as it is told to.
 
-The program leads a session whose terminal this is, so ctrl-c, ctrl-z, a shell's job control and changes of size reach it
-as they do at a person's terminal.
+The program leads a session whose terminal this is, so ctrl-c, ctrl-z, a shell's job control and changes of size reach
+it as they do at a person's terminal.
 """
 
 from __future__ import annotations

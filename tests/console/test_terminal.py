@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shlex
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.console.bigscene import BigHead
 from tests.console.emulator import ALTERNATE, CURSOR, MOUSE, Emulator
-from tests.console.servedscene import NumberedHead, make_changing_heat, serve_scene
+from tests.console.servedscene import serve_head, serve_scene
 from tests.console.stubhead import Scene
 from tests.console.terminal import CONSOLE, Terminal, open_terminal
 
@@ -150,12 +152,10 @@ def test_a_slow_terminal_is_never_more_than_two_rounds_behind() -> None:
         if found := re.search(r"age (\d+\.\d)s", first):
             ages.append(float(found[1]))
 
-    scene = Scene(heat=make_changing_heat())
     with (
-        serve_scene(scene, NumberedHead) as head,
+        serve_head(BigHead) as head,
         open_terminal(*CONSOLE, "--dir", head.directory, "--hz", "10", size=(200, 60)) as terminal,
     ):
-        assert isinstance(head, NumberedHead)
         terminal.wait(r"c\d{5}.*ADMIN")
         terminal.press("3")
         terminal.wait("hottest expert")
@@ -173,7 +173,7 @@ def test_a_slow_terminal_is_never_more_than_two_rounds_behind() -> None:
         assert len(shown) >= rounds // 2
         for number in shown:
             assert seen_at[number] <= head.asked_at[number + 2], f"picture {number} came after two more rounds"
-        longest = max(late - early for early, late in zip(head.asked_at[first:], head.asked_at[first + 1 : last]))
+        longest = max(late - early for early, late in itertools.pairwise(head.asked_at[first:last]))
         assert max(ages) <= 2 * longest + 0.1, (max(ages), longest)
         assert not any(head.unsent[first:]), "answers waited for the console"
 

@@ -115,11 +115,19 @@ class ScriptedHead:
     def score(self, run: Run, index: int, token: int, logprob: float, tops: Sequence[tuple[int, float]]) -> None:
         """The log-probabilities of the token at `index`, which comes next."""
         request, attempt = run.submit.request, run.submit.attempt
-        place = 1 + [each for each, _ in tops].index(token)
+        place = 1 + next((at for at, (each, _) in enumerate(tops) if each == token), len(tops))
         blob = struct.pack("<qiiifi", request, attempt, index, len(tops), logprob, place)
         blob += b"".join(struct.pack("<i", each) for each, _ in tops)
         blob += b"".join(struct.pack("<f", value) for _, value in tops)
         self.post(run.writer, messages.LogprobsEmitted(step=1, num_rows=1, num_tops=len(tops)), blob)
+
+    def score_prompt(self, run: Run, first: int, logprobs: Sequence[float]) -> None:
+        """Those of the prompt's ids from `first` on, without likeliest ones."""
+        count = len(logprobs)
+        blob = struct.pack(f"<{count}f{count}i", *logprobs, *[1] * count)
+        request, attempt = run.submit.request, run.submit.attempt
+        told = messages.PromptScored(request=request, attempt=attempt, epoch=1, first=first, count=count, tops=0)
+        self.post(run.writer, told, blob)
 
     def finish(self, run: Run, reason: messages.FinishReason = "length") -> None:
         self._end(run)

@@ -8,7 +8,6 @@ import pytest
 
 from engine.config import HttpConfig
 from tests.front.rig import ids_of, run, running_front, served, wait_for
-from tests.front.scripted_head import rank_status, status_report
 
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
 TEXT = {"prompt": "Once", "max_tokens": 50}
@@ -213,46 +212,6 @@ def test_ids_and_traces_are_passed_on():
     run(main)
 
 
-REFUSED = {
-    "no JSON": (CHAT_PATH, b"{", 400, "invalid_json", "JSON"),
-    "not UTF-8": (CHAT_PATH, b'{"a":"\xff"}', 400, "invalid_json", "UTF-8"),
-    "a list": (CHAT_PATH, [], 400, "invalid_json", "object"),
-    "no messages": (CHAT_PATH, {}, 400, "invalid_field", "messages"),
-    "no prompt": (TEXT_PATH, {}, 400, "invalid_field", "prompt"),
-    "empty prompt": (TEXT_PATH, {"prompt": []}, 400, "invalid_field", "prompt"),
-    "mixed prompts": (TEXT_PATH, {"prompt": ["a", 5]}, 400, "invalid_field", "not both"),
-    "foreign id": (TEXT_PATH, {"prompt": [9999]}, 400, "invalid_field", "8192"),
-    "model": (CHAT_PATH, CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt' does not exist"),
-    "tools": (CHAT_PATH, CHAT | {"tools": [{"type": "function"}]}, 400, "unsupported_field", "not supported"),
-    "format": (
-        CHAT_PATH, CHAT | {"response_format": {"type": "json_object"}}, 400, "unsupported_field", "not supported"
-    ),
-    "n": (CHAT_PATH, CHAT | {"n": 129}, 400, "invalid_field", "n: "),
-    "choices": (TEXT_PATH, {"prompt": ["a"] * 65, "n": 2}, 400, "invalid_field", "limit 128, http.choices"),
-    "logprobs": (TEXT_PATH, TEXT | {"logprobs": 21}, 400, "invalid_field", "20"),
-    "stop": (TEXT_PATH, TEXT | {"stop": ["a"] * 17}, 400, "invalid_field", "16"),
-    "stream": (TEXT_PATH, TEXT | {"stream": "yes"}, 400, "invalid_field", "stream: "),
-    "too long": (TEXT_PATH, {"prompt": [5] * 3000}, 400, "context_length_exceeded", "maximum context length is 2048 t"),
-    "no room": (
-        TEXT_PATH, TEXT | {"max_tokens": 2048}, 400, "context_length_exceeded", "maximum context length is 2048 tokens"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_done_is_refused_by_name(case):
-    path, body, status, code, words = REFUSED[case]
-
-    async def main():
-        async with running_front() as rig:
-            answer = await rig.post(path, body)
-            assert not rig.head.seen
-        assert (answer.status, answer.error["code"]) == (status, code)
-        assert words in answer.error["message"] and answer.error["type"] == "invalid_request_error"
-
-    run(main)
-
-
 def test_log_probabilities_go_with_the_text_that_they_are_of():
     async def main():
         async with running_front() as rig, rig.client() as client:
@@ -284,96 +243,31 @@ def test_log_probabilities_go_with_the_text_that_they_are_of():
     run(main)
 
 
-def test_models_tokens_and_version():
+def test_an_echo_waits_for_the_scores_of_the_prompt():
     async def main():
-        async with running_front() as rig:
-            models = (await rig.get("/v1/models")).json
-            one = (await rig.get("/v1/models/nano")).json
-            none = await rig.get("/v1/models/deep/seek")
-            text = (await rig.post("/tokenize", {"prompt": "Hello wörld", "return_token_strs": True})).json
-            chat = (await rig.post("/tokenize", {"messages": CHAT["messages"]})).json
-            back = (await rig.post("/detokenize", {"tokens": text["tokens"]})).json
-            bad = await rig.post("/detokenize", {"tokens": [-1]})
-            version = (await rig.get("/version")).json
-        assert models["object"] == "list" and models["data"] == [one]
-        assert one["id"] == one["root"] == "nano" and one["max_model_len"] == 2048
-        assert (none.status, none.error["code"]) == (404, "model_not_found")
-        assert text["count"] == len(text["tokens"]) == len(text["token_strs"]) and text["token_strs"][1] == "Hello"
-        assert back["prompt"].endswith("Hello wörld") and chat["count"] > 1
-        assert bad.status == 400 and version.keys() == {"version"}
-
-    run(main)
-
-
-def test_ready_says_why_not():
-    reports = {
-        "draining": status_report(is_stopping=True),
-        "starting": status_report(rank_status(0, "prefill", state="starting"), rank_status(1, "decode")),
-        "no_prefill_rank": status_report(rank_status(0, "prefill", state="lost"), rank_status(1, "decode")),
-        "decode_stalled": status_report(rank_status(0, "prefill"), rank_status(1, "decode", step_age_ms=13_000)),
-    }
-
-    async def main():
-        async with running_front() as rig:
-            good = await rig.get("/ready")
-            assert good.status == 200 and good.json == {"ready": True, "reasons": [], "degraded": []}
-            assert (await rig.get("/ready", "HEAD")).status == 200
-            assert rig.head.asked == 1, "asked a moment ago"
-            for code, report in reports.items():
-                rig.head.status = report
-                rig.front.desk.forget()
-                answer = await rig.get("/ready")
-                assert answer.status == 503 and [each["code"] for each in answer.json["reasons"]] == [code], code
-            rig.head.status = status_report(degraded=("the balancer got nowhere for 61 s",))
-            rig.front.desk.forget()
-            answer = await rig.get("/ready")
-            assert answer.status == 200 and answer.json["degraded"] == ["the balancer got nowhere for 61 s"]
-            assert (await rig.get("/health")).status == 200
-
-    run(main)
-
-
-def test_a_scrape_has_the_head_and_the_front():
-    async def main():
-        async with running_front() as rig:
-            rig.head.auto = ids_of("x")
-            await rig.post(CHAT_PATH, CHAT)
-            await rig.post(CHAT_PATH, {})
-            answer = await rig.get("/metrics")
-            assert (await rig.get("/metrics", "HEAD")).body == b""
-        text = answer.body.decode()
-        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert "engine:up 1.0" in text and "engine:requests_accepted_total 3.0" in text
-        assert 'engine:http_requests_total{code="200",route="chat"} 1.0' in text
-        assert 'engine:http_requests_total{code="400",route="chat"} 1.0' in text
-        assert "# TYPE engine:http_requests_total counter" in text
-
-    run(main)
-
-
-def test_keys_are_asked_for_everywhere_but_where_it_is_health():
-    async def main():
-        async with running_front(keys=(b"secret-1", b"secret-2")) as rig:
-            rig.head.auto = ids_of("x")
-            for header in ("", "Bearer", "Bearer wrong", "Basic secret-1", "secret-1", "Bearer secret-1x"):
-                answer = await rig.post(CHAT_PATH, CHAT, Authorization=header)
-                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-                assert b"secret" not in answer.body and answer.headers["www-authenticate"] == "Bearer"
-            assert (await rig.get("/v1/models")).status == 401
-            assert (await rig.post(CHAT_PATH, CHAT, Authorization="Bearer secret-2")).status == 200
-            assert (await rig.get("/health")).status == (await rig.get("/ready")).status == 200
-
-    run(main)
-
-
-def test_routes_and_methods_that_are_none():
-    async def main():
-        async with running_front(http=HttpConfig()) as rig:
-            nothing = await rig.get("/v1/files")
-            wrong = await rig.get(CHAT_PATH)
-            for path in ("/admin/shutdown", "/v1/rebalance", "/drain"):
-                assert (await rig.post(path, {})).status == 404
-        assert (nothing.status, nothing.error["code"]) == (404, "not_found")
-        assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+        async with running_front() as rig, rig.client() as client:
+            body = {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 0, "echo": True, "stream": True, "n": 2}
+            await client.post(TEXT_PATH, body)
+            one, two = await rig.head.next(), await rig.head.next()
+            assert (one.submit.sampling.prompt_logprobs, two.submit.sampling.prompt_logprobs) == (0, -1)
+            for each in (one, two):
+                rig.head.start(each)
+                rig.head.score(each, 0, 9, -0.5, [])
+                rig.head.say((each, [9]))
+            await wait_for(lambda: all(len(each.ask.generated) for each in next(iter(rig.front.generations)).choices))
+            rig.head.score_prompt(one, 1, [-1.5])
+            rig.head.score_prompt(one, 2, [-2.5])
+            for each in (two, one):
+                rig.head.score(each, 1, 9, -0.25, [])
+                rig.head.say((each, [9]))
+                rig.head.finish(each)
+            answer = await client.answer()
+        for index in (0, 1):
+            told = [
+                choice["logprobs"]["token_logprobs"]
+                for event in answer.events[:-1] for choice in event["choices"] if choice["index"] == index
+            ]  # fmt: skip
+            assert told[0][:4] == [None, -1.5, -2.5, -0.5] and sum(map(len, told)) == 5
+            assert answer.text(index) == served().codec.decode([5, 6, 7, 9, 9])
 
     run(main)

@@ -131,6 +131,25 @@ def _sent(request):
     return connection
 
 
+def test_a_decode_rank_that_dies_is_a_pause_in_the_stream_and_no_more(running):
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(running.url + "/v1/completions", json.dumps(body).encode(), KEY)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = json.loads(answer.read())["choices"][0]["text"]
+    pid = running.wait(r"rank\.start rank=1 role=decode generation=1 pid=(\d+)")
+    request = urllib.request.Request(
+        running.url + "/v1/completions", json.dumps(body | {"stream": True}).encode(), KEY | {"X-Request-Id": "goes-on"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        lines = [stream.readline()]
+        os.kill(int(pid), signal.SIGKILL)
+        lines += stream.readlines()
+    events = [line[6:].strip() for line in lines if line.startswith(b"data: ")]
+    assert events.pop() == b"[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == text
+    running.wait(r"h\d .*request\.again label=goes-on attempt=(1) code=rank_lost")
+
+
 def test_a_front_that_dies_is_started_again_and_none_outlives_its_head(running):
     place_to_pid = dict(re.findall(r"front\.start front=(\d) pid=(\d+)", running.log))
     os.kill(int(place_to_pid["0"]), signal.SIGKILL)

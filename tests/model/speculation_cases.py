@@ -60,7 +60,7 @@ def ends_text(token: int, request: Request, eos: Sequence[int]) -> bool:
 
 
 class Knowing:
-    """A proposer that says what the target will say up to a place that it draws, and then something else.
+    """A proposer that says what the target will say up to a place, each place in its turn, and then something else.
 
     Attributes:
         inner: keeps and proposes too, so that its passes run; its drafts are thrown away.
@@ -73,6 +73,7 @@ class Knowing:
         self._lines = {request.slab: [*request.prompt.tolist(), *request.text] for request in requests}
         self._vocab = vocab
         self._rng = random.Random(seed)
+        self._turns = collections.Counter[int]()
         self._inner = inner
 
     def keep(self, counts: Ints | None, nexts: Ints, *, reopens: bool = False) -> None:
@@ -87,12 +88,17 @@ class Knowing:
         tokens = np.zeros((len(slabs), count), np.int64)
         for row, (slab, position) in enumerate(zip(slabs.tolist(), positions.tolist(), strict=True)):
             line = self._lines[slab][position + 1 : position + 1 + count]
-            right = self._rng.randint(0, count)
+            right = self.choose_place(count)
             for place in range(count):
                 truth = line[place] if place < len(line) else 3
                 wrong = (truth + 1 + self._rng.randrange(self._vocab - 1)) % self._vocab
                 tokens[row, place] = truth if place < right else wrong
         return Proposal(tokens)
+
+    def choose_place(self, count: int) -> int:
+        """How many of the next drafts are right."""
+        self._turns[count] += 1
+        return self._turns[count] % (count + 1)
 
 
 def open_device(

