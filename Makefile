@@ -11,8 +11,12 @@ demo: $(VENV)/.run
 	$(BIN)/engine batch -i examples/prompts.jsonl -o - --progress line | tee demo.jsonl
 	@$(BIN)/python examples/show.py demo.jsonl
 
+# What only computes runs a process for each core; what watches clocks and processes runs alone after it.
+COMPUTING := tests/core tests/model tests/console tests/style tests/transport
+
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu" $(COMPUTING)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(COMPUTING:%=--ignore=%)
 
 test-all: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -q

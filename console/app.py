@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable
 from typing import ClassVar
 
+from textual import events
 from textual.app import App, SystemCommand
 from textual.screen import Screen
 from textual.theme import Theme as TextualTheme
@@ -317,6 +318,23 @@ class ConsoleApp(App[int]):
         self.app_resume_signal.subscribe(self, lambda app: self.screen.refresh())
         self.set_interval(TICK_S, self._tick)
         self.run_worker(self.link.run(), name="link", exclusive=True, group="link", exit_on_error=True)
+
+    async def on_event(self, event: events.Event) -> None:
+        # Keys one after another, here. Textual gives them to the queue of whoever has the focus, and looks for bindings
+        # when they come back: of what is typed fast behind a `/`, an `x` would still be the screen's, and an act.
+        live = self.screen_stack[-1] if self.screen_stack else None
+        is_key = isinstance(event, events.Key) and not event.is_forwarded
+        if not is_key or not isinstance(live, LiveScreen) or not live.is_mounted:
+            await super().on_event(event)
+            return
+        assert isinstance(event, events.Key)
+        if live.footer.is_busy:
+            live.footer.take(event)
+            return
+        live.clear_note()
+        found = self.active_bindings.get(event.key)
+        if found is not None and found.enabled:
+            await self.run_action(found.binding.action, found.node)
 
     def set_look(self, look: Theme) -> None:
         self.look = look

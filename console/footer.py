@@ -72,7 +72,7 @@ def draw_note(note: Note, width: int) -> list[Line]:
 
 
 class Footer(LineView):
-    """The bottom line, or lines. While something is typed or asked it has the focus, and no key reaches the screen."""
+    """The bottom line, or lines. While something is typed or asked, every key is its own (`ConsoleApp.on_event`)."""
 
     can_focus = False
 
@@ -129,11 +129,8 @@ class Footer(LineView):
         self.can_focus = True
         self.focus()
 
-    def on_key(self, event: events.Key) -> None:
-        if not self.is_busy:
-            return
-        event.stop()
-        event.prevent_default()
+    def take(self, event: events.Key) -> None:
+        """A key, while something is typed or asked."""
         if self.asking is not None:
             outcome = self.asking.press(event.key, event.character)
             if outcome != "open" and self._on_answer is not None:

@@ -133,6 +133,9 @@ def serve(**options: Any) -> int:
         raise click.UsageError("nothing to measure: --sequences is empty")
     if not options["verbose"] and resolved.origins.get("log.level") == "default":
         config = dataclasses.replace(config, log_level="warning")  # people look at the figures, not at the engine
+    if resolved.origins["draft.tokens"].startswith("default"):
+        # The bare step beside it drafts nothing, and its figures are of steps that bring each sequence a token.
+        config = dataclasses.replace(config, draft=dataclasses.replace(config.draft, tokens=0))
     names = ("sequences", "prompt_tokens", "max_tokens", "repeat", "seed")
     record = _begin("serve", config, options, names)
     record["pools"] = {"prefill": len(config.prefill.ranks), "decode": len(config.decode.ranks)}

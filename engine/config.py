@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ConfigError
-from transport.messages import MOST_DRAFTS
 
 NANO = "nano"
 """Name of the bundled model wherever a model directory is asked for."""
@@ -22,8 +21,8 @@ NO_SCENARIO = "none"
 NO_HTTP = NO_KEYS = "none"
 """Addresses and files of keys that are none."""
 """The scenario of a cluster that is not simulated."""
-DRAFT_TOKENS = 3
-DRAFT_ROWS = 8
+DRAFT_TOKENS = 2
+DRAFT_ROWS = 4
 """Defaults of drafting, by `docs/performance.md`, Drafting."""
 SIMULATED = " (simulated)"
 """How the name of a model ends that is none, after that of a rack's scenario. Its tokenizer is the bundled one's."""
@@ -336,7 +335,9 @@ def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> Model
     Raises:
         ConfigError: there is no such model, or it is not one that the engine can run.
     """
-    from engine.model.shapes import load_shape  # the shapes' rules matter only to those who resolve a configuration
+    # What matters only to those who resolve a configuration.
+    from engine.model.shapes import load_shape
+    from transport.messages import MOST_DRAFTS
 
     shape = load_shape(model_directory(model))
     page_bytes = shape.long_term_bytes(

@@ -57,7 +57,9 @@ def start_daemon(config: ClusterConfig, ready_within_s: float | None) -> int:
         print(_tail(directory.log_file, began), end="", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
         return 4 if code is None else code or 4
-    print(f"engine runs: pid {process.pid}, directory {directory.path}, log {directory.log_file}", file=sys.stderr)
+    where = f"directory {directory.path}, log {directory.log_file}"
+    where += f", http://{config.http.listen}" if config.http.is_on else ""
+    print(f"engine runs: pid {process.pid}, {where}", file=sys.stderr)
     process.returncode = 0  # it is a daemon now; nobody here waits for it, and Popen need not warn
     return 0
 

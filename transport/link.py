@@ -47,7 +47,9 @@ class FrameLink:
         self._stall_s = stall_s
         self._broken: str | None = None
         # `drain` waits for the low mark: half the limit leaves room for whoever waited.
-        writer.transport.set_write_buffer_limits(high=out_limit_bytes // 2)
+        # A connection that has ended already (a process that refused at once) is told by the first use.
+        if not writer.transport.is_closing():
+            writer.transport.set_write_buffer_limits(high=out_limit_bytes // 2)
 
     @property
     def pending_bytes(self) -> int:

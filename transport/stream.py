@@ -136,7 +136,9 @@ class FrameStream:
         """
         buffers = encode_frame(message, blob)
         self._check_open()
-        size = sum([buffer.nbytes for buffer in buffers])
+        size = 0
+        for buffer in buffers:
+            size += buffer.nbytes
         if self._out_bytes + size > self._out_limit:
             raise self._overflow()
         self._append(buffers, size)

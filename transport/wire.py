@@ -4,13 +4,15 @@ A frame is a 12-byte header `<IIHBB` (meta_len, blob_len, kind, version, flags),
 `transport.messages` as MessagePack, at most 64 KiB), then the *blob* (raw bytes that are never parsed here).
 
 What a peer can make us spend is bounded by what it has really sent: lengths are checked against the kind's limits as
-soon as the header is there; the meta is decoded with every cap of `msgpack` set and converted into the kind's struct
-before a byte of blob is kept; a blob's buffer grows with the bytes that arrive, not with what the header claims.
+soon as the header is there; the meta is decoded with every cap of `msgpack` set, where it is long enough for one to
+matter, and converted into the kind's struct before a byte of blob is kept; a blob's buffer grows with the bytes that
+arrive, not with what the header claims.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -80,6 +82,34 @@ _BLOB_BYTES: dict[type[Message], Callable[[Any], int]] = {
 }
 """Bytes of the blob by what the message says, where it says so."""
 
+
+
+class _Rule(NamedTuple):
+    """All that bounds frames of one message, for the way on which nothing is wrong: one look instead of five."""
+
+    cls: type[Message]
+    kind: int
+    meta_limit: int
+    blob_limit: int
+    is_ids: bool
+    say_bytes: Callable[[Any], int] | None
+    decoder: msgspec.msgpack.Decoder[Any]
+
+
+_RULES = {
+    cls: _Rule(
+        cls,
+        kind,
+        META_LIMITS.get(cls, META_LIMIT),
+        BLOB_LIMITS.get(cls, 0),
+        cls in _INT32_BLOBS,
+        _BLOB_BYTES.get(cls),
+        msgspec.msgpack.Decoder(cls),
+    )
+    for cls, kind in MESSAGE_TO_KIND.items()
+}
+SHORT_META = 128
+"""Bytes of a meta in which nothing can be as long, or nested as deeply, as msgpack's caps forbid."""
 _RING_BYTES = 128 << 10
 _BLOB_FIRST_BYTES = 256 << 10
 _NO_BLOB = memoryview(b"")
@@ -135,17 +165,22 @@ def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
         LocalProtocolError: not a message of the vocabulary, or a length beyond the kind's limit.
     """
     cls = type(message)
-    kind = MESSAGE_TO_KIND.get(cls)
-    if kind is None:
+    rule = _RULES.get(cls)
+    if rule is None:
         raise LocalProtocolError(f"{cls.__name__} has no kind number")
+    _, kind, meta_limit, blob_limit, is_ids, say_bytes, _ = rule
     head = bytearray(HEADER.size)
     _encoder.encode_into(message, head, HEADER.size)
     meta_len = len(head) - HEADER.size
     body = memoryview(blob) if blob else _NO_BLOB
     blob_len = body.nbytes
-    problem = _check_lengths(cls, meta_len, blob_len) or _check_blob(message, blob_len)
-    if problem:
-        raise LocalProtocolError(problem)
+    if (
+        meta_len > meta_limit
+        or blob_len > blob_limit
+        or (is_ids and blob_len % 4)
+        or (say_bytes is not None and say_bytes(message) != blob_len)
+    ):
+        raise LocalProtocolError(_check_lengths(cls, meta_len, blob_len) or _check_blob(message, blob_len) or "")
     HEADER.pack_into(head, 0, meta_len, blob_len, kind, FRAME_VERSION, 0)
     if blob_len == 0:
         return [memoryview(head)]
@@ -185,7 +220,9 @@ class FrameReader:
 
     def __init__(self, accepts: frozenset[type[Message]]) -> None:
         self._kind_to_message = {MESSAGE_TO_KIND[cls]: cls for cls in accepts}
-        self._ring = bytearray(_RING_BYTES)
+        self._kind_to_rule = {MESSAGE_TO_KIND[cls]: _RULES[cls] for cls in accepts}
+        # Made when it is needed first: who feeds whole frames never needs it.
+        self._ring = bytearray()
         self._view = memoryview(self._ring)
         self._lo = self._hi = 0
         # The frame being read: its class and lengths once the header is there, its message once the meta is.
@@ -206,10 +243,13 @@ class FrameReader:
 
     def feed(self, data: Buffer) -> None:
         """Takes bytes in (copies them)."""
-        rest = memoryview(data).cast("B")
+        rest = memoryview(data) if isinstance(data, bytes) else memoryview(data).cast("B")
         if self._lo == self._hi and self._cls is None and self._blob is None and self._violation is None:
             try:
-                rest = rest[self._take_whole(rest, 0, rest.nbytes) :]
+                taken = self._take_whole(rest, 0, rest.nbytes)
+                if taken == rest.nbytes:
+                    return
+                rest = rest[taken:]
             except RemoteProtocolError as error:
                 self._violation = str(error)
         while rest.nbytes and self._violation is None:
@@ -239,8 +279,9 @@ class FrameReader:
             self._ring[:pending] = self._ring[self._lo : self._hi]
             self._lo, self._hi = 0, pending
         if self._hi == len(self._ring):
-            # A meta longer than the ring: doubling follows what really came, here too.
-            self._ring = self._ring[self._lo : self._hi] + bytes(2 * len(self._ring) - self._hi + self._lo)
+            # The first bytes, or a meta longer than the ring: doubling follows what really came, here too.
+            size = max(2 * len(self._ring), _RING_BYTES)
+            self._ring = self._ring[self._lo : self._hi] + bytes(size - self._hi + self._lo)
             self._hi -= self._lo
             self._lo = 0
             self._view = memoryview(self._ring)
@@ -286,13 +327,24 @@ class FrameReader:
 
     def _take_whole(self, view: memoryview, at: int, end: int) -> int:
         """Takes the frames that lie in `view[at:end]` from their first byte to their last; where they end."""
-        while end - at >= HEADER.size:
-            cls, meta_len, blob_len = self._read_header(view, at)
-            meta_at = at + HEADER.size
-            blob_at = meta_at + meta_len
+        size = HEADER.size
+        while end - at >= size:
+            meta_len, blob_len, kind, version, flags = HEADER.unpack_from(view, at)
+            rule = self._kind_to_rule.get(kind)
+            if (
+                rule is None
+                or version != FRAME_VERSION
+                or flags
+                or meta_len > rule.meta_limit
+                or blob_len > rule.blob_limit
+                or (rule.is_ids and blob_len % 4)
+            ):
+                self._read_header(view, at)  # says what is wrong
+                raise AssertionError("a header looks wrong, and is not")
+            blob_at = at + size + meta_len
             if blob_at + blob_len > end:
                 break
-            message = _read_meta(cls, view[meta_at:blob_at], blob_len)
+            message = _read_meta(rule, view[at + size : blob_at], blob_len)
             at = blob_at + blob_len
             # One copy out of what will be used again, so that the frame outlives it.
             self._ready.append(Frame(message, memoryview(bytes(view[blob_at:at])) if blob_len else _NO_BLOB))
@@ -316,7 +368,8 @@ class FrameReader:
         if self._message is None:
             if have < self._meta_len:
                 return False
-            self._message = _read_meta(self._cls, self._view[self._lo : self._lo + self._meta_len], self._blob_len)
+            meta = self._view[self._lo : self._lo + self._meta_len]
+            self._message = _read_meta(_RULES[self._cls], meta, self._blob_len)
             self._lo += self._meta_len
             return True
         if have >= self._blob_len:
@@ -355,15 +408,20 @@ class FrameReader:
         self._cls = self._message = None
 
 
-def _read_meta(cls: type[Message], meta: memoryview, blob_len: int) -> Message:
+def _read_meta(rule: _Rule, meta: memoryview, blob_len: int) -> Message:
+    cls = rule.cls
+    message: Message | None = None
+    if meta.nbytes <= SHORT_META:
+        with contextlib.suppress(msgspec.DecodeError):
+            message = rule.decoder.decode(meta)
     try:
-        message = unpack_struct(meta, cls)
+        if message is None:
+            message = unpack_struct(meta, cls)  # or it says what is wrong
     except (ValueError, TypeError, OverflowError) as error:
         raise RemoteProtocolError(
             f"kind {MESSAGE_TO_KIND[cls]}, {cls.__name__}: bad meta of {meta.nbytes} bytes"
             f" (limit {META_LIMIT}): {type(error).__name__}: {str(error)[:200]}"
         ) from None
-    problem = _check_blob(message, blob_len)
-    if problem:
-        raise RemoteProtocolError(f"kind {MESSAGE_TO_KIND[cls]}, {problem}")
+    if rule.say_bytes is not None and rule.say_bytes(message) != blob_len:
+        raise RemoteProtocolError(f"kind {MESSAGE_TO_KIND[cls]}, {_check_blob(message, blob_len)}")
     return message

@@ -221,8 +221,8 @@ class LiveScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self.paint)
 
-    def on_key(self, event: events.Key) -> None:
-        # Before the key does what it does, which may leave a note of its own.
+    def clear_note(self) -> None:
+        """Before a key does what it does, which may leave a note of its own."""
         if self.footer.note is not None:
             self.footer.note = None
             self.paint_edges()

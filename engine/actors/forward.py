@@ -95,7 +95,7 @@ def _is_sound(message: TokensEmitted, blob: bytes | memoryview) -> bool:
     if len(blob) != _ROW_BYTES * rows + 4 * tokens:
         return False
     if rows == tokens:
-        return blob[16 * rows : 20 * rows] == _ONE * rows
+        return bytes(blob[16 * rows : 20 * rows]) == _ONE * rows  # views are compared item by item
     counts = np.frombuffer(blob, "<i4", rows, 16 * rows)
     return rows > 0 and int(counts.min()) > 0 and int(counts.sum(dtype=np.int64)) == tokens
 

@@ -67,15 +67,16 @@ class Seat:
             self.fault(f"does not take commands: {error}")
 
     def load(self) -> RankLoad:
+        ready = self.ready
         return RankLoad(
-            rank=self.ready.rank,
-            requests=len(self.parts),
-            tokens=self.tokens,
-            pages=self.pages,
-            page_tokens=self.ready.page_tokens,
-            num_pages=self.ready.num_pages,
-            quarantined_pages=self.quarantined_pages,
-            is_drained=self.is_drained,
+            ready.rank,
+            len(self.parts),
+            self.tokens,
+            self.pages,
+            ready.page_tokens,
+            ready.num_pages,
+            self.quarantined_pages,
+            self.is_drained,
         )
 
     def take(self, number: int, part: Part) -> None:

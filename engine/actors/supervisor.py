@@ -27,6 +27,7 @@ from engine.actors.group import Wire
 from engine.actors.phases import PhaseReport, describe_progress
 from engine.actors.processes import RankProcess, Row, describe_status
 from engine.actors.router import Router
+from engine.core.drafted import add_counts, find_bad_origins
 from engine.core.drains import Drains
 from engine.core.orders import GROUP_WORDS
 from engine.core.pushes import build_links, read_pairs
@@ -35,6 +36,7 @@ from engine.log import log_event
 from transport.messages import (
     HEAD_FROM_RANK,
     PROTOCOL_VERSION,
+    DraftCounts,
     Drain,
     LinksReport,
     PairCounts,
@@ -46,6 +48,7 @@ from transport.messages import (
     RankStarting,
     RankStatus,
     Role,
+    TokensEmitted,
     WriterOverdue,
 )
 from transport.stream import FrameStream, run_link
@@ -109,6 +112,7 @@ class Supervisor:
         self._digest = config_digest
         self._balancer = balancer
         self._drains = Drains(roles)
+        self._drafted_before = DraftCounts()
         self._stopping = False
         self._stopped = trio.Event()
         self.became_ready = trio.Event()
@@ -382,7 +386,9 @@ class Supervisor:
         about_requests, about_group = [], []
         for frame in frames:
             message = frame.message
-            if isinstance(message, RankSnapshot):
+            if isinstance(message, TokensEmitted):
+                about_requests.append(frame)
+            elif isinstance(message, RankSnapshot):
                 _check_self(row, message.rank, message.generation)
                 row.snapshot = message
                 self._router.rank_snapshot(message)

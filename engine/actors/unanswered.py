@@ -33,6 +33,9 @@ class Unanswered:
         """By request number, in the order in which they were submitted first."""
         self._row_at: list[Row | None] = []
         self._free: list[int] = []
+        self._order = np.arange(0)
+        self._num_new = 0
+        """Rows that no token came for."""
         self._place_of = np.zeros(64, np.int64)
         self._number = np.zeros(0, np.int64)
         self._attempt = np.zeros(0, np.int32)
@@ -55,6 +58,7 @@ class Unanswered:
         self._number[place], self._attempt[place], self._is_started[place] = row.request, row.attempt, False
         self._count[place], self._waiting[place] = len(row.generated), 0
         self._first_at[place], self._last_at[place] = row.first_token_at, row.last_token_at
+        self._num_new += row.first_token_at == 0.0
         cells = len(self._place_of) - 1
         other = int(self._number[self._place_of[row.request & cells]])
         if other and other != row.request and not (other ^ row.request) & cells:
@@ -65,6 +69,7 @@ class Unanswered:
     def remove(self, row: Row) -> None:
         """It is answered or given up; it has all its ids. Its place may be another row's from the next `add` on."""
         self.refresh(row)
+        self._num_new -= self._first_at[row.place] == 0.0
         del self.rows[row.request]
         self._number[row.place], self._is_started[row.place] = 0, False
         self._row_at[row.place] = None
@@ -91,7 +96,7 @@ class Unanswered:
         requests, columns = (longs[0], ints[0]) if len(longs) == 1 else (np.concatenate(longs), np.hstack(ints))
         attempts, indices, counts, ids = columns
         places = self._place_of[requests & (len(self._place_of) - 1)]
-        order = np.arange(len(places))
+        order = self._order[: len(places)]
         self._mark[places] = order
         is_right = (
             (self._number[places] == requests)
@@ -101,26 +106,29 @@ class Unanswered:
             & (counts == 1)
             & (self._mark[places] == order)
         )
-        if not is_right.all() or not len(places):
+        # Bytes are searched in a fraction of the time that `all` and `any` take.
+        if b"\x00" in is_right.tobytes() or not len(places):
             return None
         waiting = self._waiting[places]
         full = waiting == LINE_IDS
-        if full.any():
+        if b"\x01" in full.tobytes():
             for place in places[full].tolist():
                 self._refresh_at(place)
             waiting[full] = 0
         self._ids[places, waiting] = ids
         self._waiting[places] = waiting + 1
         self._count[places] = indices + 1
-        is_first = self._first_at[places] == 0.0
-        if is_first.any():
-            self._first_at[places[is_first]] = now
+        if self._num_new:
+            fresh = places[self._first_at[places] == 0.0]
+            self._first_at[fresh] = now
+            self._num_new -= len(fresh) if now else 0
         self._last_at[places] = now
         return Came(self, places, ids)
 
     def note(self, row: Row, now: float) -> None:
         """Ids were added to the row itself."""
         row.first_token_at, row.last_token_at = row.first_token_at or now, now
+        self._num_new -= self._first_at[row.place] == 0.0 and row.first_token_at != 0.0
         self._count[row.place] = len(row.generated)
         self._first_at[row.place], self._last_at[row.place] = row.first_token_at, now
 
@@ -160,6 +168,7 @@ class Unanswered:
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, more)))
         self._ids = np.pad(self._ids, ((0, more), (0, 0)))
         self._row_at += [None] * more
+        self._order = np.arange(old + more)
         self._free.extend(range(old + more - 1, old - 1, -1))
 
 

@@ -567,15 +567,18 @@ class DecodeSide:
         self.arena.free(sequence.pages, sequence.slab, PageState.IN_FLIGHT)
 
 
+_PHASE_TO_STATE = {
+    DecodePhase.WAITING: PageState.FREE,
+    DecodePhase.GRANTED: PageState.GRANTED,
+    DecodePhase.QUARANTINED: PageState.QUARANTINED,
+    DecodePhase.CHECKING: PageState.OWNED,
+    DecodePhase.RUNNING: PageState.OWNED,
+    DecodePhase.CLOSED: PageState.IN_FLIGHT,
+}
+
+
 def _holding(sequence: Sequence) -> Holding:
     prompt, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
-    state = {
-        DecodePhase.WAITING: PageState.FREE,
-        DecodePhase.GRANTED: PageState.GRANTED,
-        DecodePhase.QUARANTINED: PageState.QUARANTINED,
-        DecodePhase.CHECKING: PageState.OWNED,
-        DecodePhase.RUNNING: PageState.OWNED,
-        DecodePhase.CLOSED: PageState.IN_FLIGHT,
-    }[sequence.phase]
+    state = _PHASE_TO_STATE[sequence.phase]
     rest_state = PageState.OWNED if sequence.phase is DecodePhase.GRANTED else state
     return prompt, sequence.slab, state, rest, rest_state

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.errors import LocalProtocolError
 
@@ -76,15 +76,17 @@ class PagePool:
     def state_of(self, unit: int) -> PageState:
         return PageState(self._states[unit])
 
-    def find(self, units: Iterable[int], state: PageState) -> int | None:
+    def find(self, units: Sequence[int], state: PageState) -> int | None:
         """The first of `units` in that state."""
-        states, wanted = self._states, int(state)
-        return next((unit for unit in units if states[unit] == wanted), None)
+        at = bytes(map(self._states.__getitem__, units)).find(state)
+        return None if at < 0 else units[at]
 
-    def find_other(self, units: Iterable[int], state: PageState) -> int | None:
+    def find_other(self, units: Sequence[int], state: PageState) -> int | None:
         """The first of `units` in another state."""
-        states, wanted = self._states, int(state)
-        return next((unit for unit in units if states[unit] != wanted), None)
+        found = bytes(map(self._states.__getitem__, units))
+        if found.count(state) == len(found):
+            return None
+        return next(unit for unit, value in zip(units, found, strict=True) if value != state)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Takes `count` free units and owns them; None when there are not enough.

@@ -63,8 +63,10 @@ class Parking:
 
     def on_result(self, group: GroupStep) -> None:
         """A step was awaited."""
+        if not group.park:
+            return
         at = (group.membership, group.step)
-        if group.park and at != (self._park[0], self._park[1] + 1):
+        if at != (self._park[0], self._park[1] + 1):
             self._park = at
             self._has_asked = False
             self.is_parked = True

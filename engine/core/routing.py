@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 BROKEN_PAIR_S = 5.0
 """How long a pair is avoided after it lost a request; a link is normally made anew within a second."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankLoad:
+class RankLoad(NamedTuple):
     """What counts for choosing a rank.
 
     Attributes:

@@ -16,13 +16,13 @@ device's to know as well.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.core.drafted import DraftMeter
+from engine.core.lineup import Brought, Lineup, NewTokens
 from engine.core.plan import DecodeRows, Ints, Roster, Scores
 from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
 from engine.core.scores import keep_rows
@@ -30,71 +30,6 @@ from engine.errors import LocalProtocolError
 from transport.messages import FinishReason
 
 _FIRST_SLOTS = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lineup:
-    """The sequences of a step, and what of them stays the same while it does.
-
-    Attributes:
-        slots: int64[rows].
-        roster: as the device sees them; its `ends` are there where somebody may draft.
-        sequences: of each row.
-        attempts: int32[rows].
-        bases: int64[rows], position of the input token less the tokens planned before it.
-        limits: int64[rows], completion tokens at which each ends.
-        may_stop: bool[rows], where an id of the request's own may end it; None where that is nowhere.
-        minima: rows whose ends are still forbidden, and the completion token from which they are not.
-        unknown: int64[rows] of -1, the input tokens of a step behind one with the same rows.
-    """
-
-    slots: Ints
-    roster: Roster
-    sequences: tuple[Sequence, ...]
-    attempts: npt.NDArray[np.int32]
-    bases: Ints
-    limits: Ints
-    may_stop: npt.NDArray[np.bool_] | None
-    minima: tuple[tuple[int, int], ...]
-    unknown: Ints
-
-
-@dataclasses.dataclass(slots=True)
-class NewTokens:
-    """What a step brought to sequences that still run, as columns, and to whom it brought more than a token.
-
-    Attributes:
-        requests: int64[rows], attempts: int32[rows], indices: int32[rows] (place of the first in the completion).
-        tokens: int32, of each row all its tokens, one row after the other.
-        counts: int32[rows], how many tokens each row has; None: one each.
-        fresh: sequences whose first own token is among them.
-        ended: sequences that end with theirs, and why.
-        released: sequences that are over and that no submitted step names any more.
-        scores: of tokens whose requests ask for them, `rows` being places in `tokens`; None where none does.
-    """
-
-    requests: Ints
-    attempts: npt.NDArray[np.int32]
-    indices: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    fresh: list[Sequence]
-    ended: list[tuple[Sequence, FinishReason]]
-    released: list[Sequence]
-    scores: Scores | None = None
-    counts: npt.NDArray[np.int32] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Brought:
-    """Tokens of a step with drafts: see `StepResult`. All int64[rows] but `tokens`.
-
-    Attributes:
-        counts: tokens of each row; proposed: drafts that were verified in it.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    counts: Ints
-    proposed: Ints
 
 
 class Running:
@@ -316,7 +251,7 @@ class Running:
             place = np.arange(len(tokens)) - np.repeat(ends - counts, counts)
             stays = np.flatnonzero(is_live[row_of] & (place < kept[row_of]))
             tokens, scores = tokens[stays], None if scores is None else keep_rows(scores, stays)
-        if self._lineup is not None:
+        if self._lineup is not None and len(self._lineup.slots):
             # Some may have come to their end, which a plan without them shows sooner than the device.
             self._num_left = int((self._lineup.limits - self._planned[self._lineup.slots]).min())
             if self._num_left <= 0:

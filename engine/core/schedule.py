@@ -21,9 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.lineup import Brought, Lineup, NewTokens
 from engine.core.plan import PrefillChunk, Scores, StepPlan, StepResult
 from engine.core.request import Prompt, sampling_at
-from engine.core.running import Brought, Lineup, NewTokens, Running
+from engine.core.running import Running
 from engine.errors import LocalProtocolError
 
 

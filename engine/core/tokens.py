@@ -46,9 +46,7 @@ class TokenBuffer:
         """`index` is the token's place in the completion; tokens of a request are added in order."""
         self._singles.append((*key, index, token))
 
-    def extend(
-        self, requests: Longs, attempts: Ints, indices: Ints, tokens: Ints, counts: Ints | None = None
-    ) -> None:
+    def extend(self, requests: Longs, attempts: Ints, indices: Ints, tokens: Ints, counts: Ints | None = None) -> None:
         """The same for tokens of each of many requests: `counts` of each, at least one, one request after the other;
         None: one each. The arrays must not change any more."""
         self._join_singles()
@@ -69,10 +67,10 @@ class TokenBuffer:
         if not is_plain and len(set(requests.tolist())) < num_rows:
             num_rows, num_tokens, blob = pack_tokens(_gather_rows(columns))
             return TokensEmitted(step, num_rows, num_tokens), blob
+        _, attempts, indices, counts, tokens = columns
         if sys.byteorder == "big":
-            requests, attempts, indices, counts, tokens = (None if c is None else c.byteswap() for c in columns)
-            columns = (requests, attempts, indices, counts, tokens)
-        requests, attempts, indices, counts, tokens = columns
+            requests, attempts, indices = requests.byteswap(), attempts.byteswap(), indices.byteswap()
+            counts, tokens = None if counts is None else counts.byteswap(), tokens.byteswap()
         blob = b"".join(
             (
                 requests.tobytes(),

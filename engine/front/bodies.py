@@ -213,12 +213,10 @@ def read_wanted(data: bytes, served: Served, http: HttpConfig, *, is_chat: bool)
             for prompt in prompts
         )
     except (BodyRefused, FieldRefused) as error:
-        code = error.field_code
-        raise (
-            refuse_field(code, str(error))
-            if code != "context_length_exceeded"
-            else HttpError(400, code, str(error), param="messages" if is_chat else "prompt")
-        ) from None
+        if error.field_code == "context_length_exceeded":
+            where = "messages" if is_chat else "prompt"
+            raise HttpError(400, error.field_code, str(error), param=where) from None
+        raise refuse_field(error.field_code, str(error)) from None
     except RequestRefused as error:
         raise refuse_field("invalid_field", str(error)) from None
     return Wanted(

@@ -318,7 +318,7 @@ def _load(
     nothing, row = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     model.forward(RowBatch(nothing, nothing, row, row))
     # After the step that warms up, which is nobody's context.
-    proposer = make_proposer(model, weights)
+    proposer = make_proposer(model, weights) if config.draft.tokens else None
     if poison:
         arena.poison()
     report("warmup", 1, 1, "steps")

@@ -28,6 +28,7 @@ from transport.messages import (
 
 CHECKERS: Final = {
     "tags": "a step reads pages and slab of its own request, all of them, in their last state (device)",
+    "ends": "the end that a row is given lies within its pages and the model's length (device)",
     "pages": "every page and slab is in one state, held once, and all add up (every turn)",
     "in-flight": "memory that a submitted step names is not free (every turn)",
     "quarantine": "granted memory is set aside until its epoch ended or its writer is dead (every turn and grant)",
@@ -138,7 +139,7 @@ class Auditor:
                 continue
             ticket.is_checked = True
             plan = ticket.plan
-            ids = sum([chunk.num_tokens for chunk in plan.chunks])
+            ids = sum([chunk.num_tokens for chunk in plan.chunks]) if plan.chunks else 0
             if len(plan.rows) > self._decode_rows or ids > self._chunk_tokens:
                 raise Violation("bounds", f"{life.name}: step {plan.step} has {len(plan.rows)} rows and {ids} ids")
             if gauges_due:
@@ -157,6 +158,11 @@ class Auditor:
 
     def _check_quarantine(self, life: Life, side: DecodeSide) -> None:
         books = self._books[life]
+        pages = [block for block in books.block_to_epoch if block < books.num_pages]
+        if len(pages) < len(books.block_to_epoch) and side.arena.pages.find_other(pages, PageState.GRANTED) is None:
+            slabs = [block - books.num_pages for block in books.block_to_epoch if block >= books.num_pages]
+            if side.arena.slabs.find_other(slabs, PageState.GRANTED) is None:
+                return  # as a rule; else one by one
         for block, epoch in books.block_to_epoch.items():
             is_page = block < books.num_pages
             state = side.arena.pages.state_of(block) if is_page else side.arena.slabs.state_of(block - books.num_pages)

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from engine.errors import DeviceError, GroupBroken, LocalProtocolError
 from engine.ports import DeviceInfo, ExpertSlots
 from engine.sim.bell import Bell
 from engine.sim.costs import FlatCosts
+from engine.sim.drafting import Drafting, is_drafting
 from engine.sim.pool import Pool
 from engine.sim.text import EOS, Words, append_chain, append_chains, draw, draw_many, extend_chain, seed_mix
 from engine.sim.violation import Violation
@@ -72,6 +73,8 @@ class Place(Protocol):
 
     @property
     def experts(self) -> ExpertSlots: ...
+    @property
+    def breaks(self) -> Sized: ...
     def runs(self) -> tuple[BlockRun, ...]: ...
     def submitted(self) -> None: ...
     def leave(self) -> None: ...
@@ -87,7 +90,8 @@ class _Cast:
         sampling = () if roster is None else roster.sampling
         if roster is not None:
             self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
-        self.lines = np.arange(len(sampling))
+            # The same tables as one line, and where each row's begins in it.
+            self.flat, self.begins = self.tables.reshape(-1), np.arange(len(sampling)) * self.tables.shape[1]
         self.mixes: Words = np.array([seed_mix(each) for each in sampling], np.uint32)
         self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
 
@@ -102,6 +106,7 @@ class SimDevice:
         reads_all: a row reads every page of its history in each step, else the last, and all when it begins a page.
         fail_at_step, hang_at_step: from that step on it fails; that step never ends.
         checksum_s: virtual seconds that the checksum of one block takes.
+        max_drafts: drafts that it proposes for a row at most; draft_share: of places at which a draft holds.
         pool: has its memory; one of its own otherwise.
     """
 
@@ -124,6 +129,8 @@ class SimDevice:
         layout_digest: str = "",
         checksum_s: float = 0.0,
         pool: Pool | None = None,
+        max_drafts: int = 0,
+        draft_share: float = 0.0,
     ) -> None:
         self._eos_share = eos_share
         self._costs = costs
@@ -132,6 +139,7 @@ class SimDevice:
         self._checksum_s = checksum_s
         self._reader: BlockReader | None = None
         self._reads_all = reads_all
+        self._drafting = Drafting(num_slabs, draft_share)
         self.fail_at_step, self.hang_at_step = fail_at_step, hang_at_step
         self.slow = 1.0
         """Factor on every step that is submitted from now on."""
@@ -148,6 +156,7 @@ class SimDevice:
         self._bytes = self._pool.buffer
         self._whole = b""
         self._cast = _Cast(None, 0, 0)
+        self._sound_tokens: np.ndarray | None = None
         self._free_at = 0.0
         self._why_dead = ""
         self._place: Place | None = None
@@ -163,6 +172,7 @@ class SimDevice:
             vocab_size=vocab_size,
             max_model_tokens=max_model_tokens,
             eos_ids=(EOS,),
+            max_drafts=max_drafts,
         )
         if group is not None:
             group.join(self)
@@ -193,8 +203,9 @@ class SimDevice:
             raise LocalProtocolError(f"step {plan.step} is one step too many in the queue (limit {QUEUE_LIMIT})")
         if plan.is_empty and self._place is None:
             raise LocalProtocolError(f"step {plan.step} is empty")
-        cost_s = self._costs(plan) * self.slow
-        ticket = SimTicket(plan.step, plan, [bytes(chunk.tokens) for chunk in plan.chunks], cost_s)
+        cost_s = self._costs(self._place_rows(plan)) * self.slow
+        tokens = [bytes(chunk.tokens) for chunk in plan.chunks] if plan.chunks else []
+        ticket = SimTicket(plan.step, plan, tokens, cost_s)
         self.queue.append(ticket)
         self.next_step = max(self.next_step, plan.step + 1)
         if self._place is not None:
@@ -214,13 +225,15 @@ class SimDevice:
             if ticket.result is not None or ticket.error is not None:
                 await trio.lowlevel.checkpoint()
             while ticket.result is None and ticket.error is None:
+                if place.breaks:
+                    broken = place.take_break(ticket)
+                    if broken is not None:
+                        raise broken
+                await ticket.over.wait()
+            if place.breaks:
                 broken = place.take_break(ticket)
                 if broken is not None:
                     raise broken
-                await ticket.over.wait()
-            broken = place.take_break(ticket)
-            if broken is not None:
-                raise broken
         elif ticket.result is None and ticket.error is None:
             if self._group is not None:
                 await ticket.over.wait()
@@ -278,14 +291,24 @@ class SimDevice:
         why = None if drawn is not None else self._why_fails(ticket)
         if why is None and not self._why_dead:
             plan = ticket.plan
-            chunks = tuple([self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True)])
+            chunks: tuple[int | None, ...] = ()
+            if plan.chunks:
+                chunks = tuple([self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True)])
             rows: Sequence[int] = () if drawn is None else drawn
+            counts = proposed = None
             if plan.rows and drawn is None:
-                if self._reads_all:
+                if is_drafting(plan):
+                    rows, counts, proposed = self._run_drafted(plan)
+                elif self._reads_all:
                     rows = [self._run_row(row) for row in plan.rows]
                 else:
                     rows = _run_rows([(self, plan.columns)])[0]
-            ticket.result = StepResult(ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group)
+            for chunk in plan.chunks:
+                self._drafting.forget(chunk.slab)
+            ticket.result = StepResult(
+                ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group,
+                row_counts=counts, row_proposed=proposed,
+            )  # fmt: skip
             if not plan.is_empty:
                 self.num_steps += 1
                 self.busy_s += ticket.cost_s
@@ -300,7 +323,8 @@ class SimDevice:
         if self._reads_all or self._why_dead or not self.queue:
             return False
         ticket = self.queue[0]
-        return bool(ticket.plan.rows) and not ticket.plan.chunks and self._why_fails(ticket) is None
+        plan = ticket.plan
+        return bool(plan.rows) and not plan.chunks and not is_drafting(plan) and self._why_fails(ticket) is None
 
     def _why_fails(self, ticket: SimTicket) -> str | None:
         fails = self.fail_at_step and ticket.step >= self.fail_at_step
@@ -309,8 +333,8 @@ class SimDevice:
     def _find_fault(self, plan: StepPlan) -> str | None:
         """What a real device could not compute."""
         info = self.info
-        spans = [(c.slab, c.pages, c.start + c.num_tokens) for c in plan.chunks]
-        if self._reads_all:
+        spans = [(c.slab, c.pages, c.start + c.num_tokens) for c in plan.chunks] if plan.chunks else []
+        if self._reads_all and not is_drafting(plan):
             spans += [(row.slab, row.pages, row.position + 1) for row in plan.rows]
         for slab, pages, end in spans:
             if not 0 <= slab < info.num_slabs:
@@ -323,8 +347,11 @@ class SimDevice:
                 return f"page id outside the {info.num_pages} pages"
         if plan.rows:
             tokens = plan.columns.tokens
-            if np.count_nonzero(tokens >= info.vocab_size):
-                return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
+            # Steps behind one with the same rows share a column of tokens that only the device knows.
+            if tokens is not self._sound_tokens:
+                if np.count_nonzero(tokens >= info.vocab_size):
+                    return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
+                self._sound_tokens = tokens
         return None
 
     def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:
@@ -367,6 +394,50 @@ class SimDevice:
         self._write_slab(row.slab, request, position + 1, sampled, grown)
         return sampled
 
+    def _place_rows(self, plan: StepPlan) -> StepPlan:
+        """The plan for its costs: rows that only the device can place are where their slabs are by now."""
+        if not plan.rows or not is_drafting(plan):
+            return plan
+        columns = plan.columns
+        lengths = np.array([self._read_slab(slab)[1] for slab in columns.roster.slabs.tolist()], np.int64)
+        positions = np.where(columns.positions < 0, lengths, columns.positions)
+        return dataclasses.replace(plan, rows=DecodeRows(columns.roster, positions, columns.tokens))
+
+    def _run_drafted(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+        """Rows with drafts behind them, or where only this device knows where they are: (tokens, counts, proposed)."""
+        tokens: list[int] = []
+        counts: list[int] = []
+        proposed: list[int] = []
+        ends = plan.columns.roster.ends
+        for at, row in enumerate(plan.rows):
+            where = f"row of request {row.request}, slab {row.slab}"
+            request, length, *_ = self._read_slab(row.slab)
+            self._expect(where, "request in the slab", request, row.request)
+            if row.position >= 0:
+                row_token = row.token
+            else:
+                self._expect(where, "input id of a row that only the device can place", row.token, None)
+                row, row_token = dataclasses.replace(row, position=length), None
+            end = len(row.pages) * self.info.page_tokens if ends is None else int(ends[at])
+            if end > len(row.pages) * self.info.page_tokens or end > self.info.max_model_tokens:
+                raise Violation("ends", f"{self.info.name}: {where}: end {end} is beyond its {len(row.pages)} pages")
+            if row.position >= end:
+                self._expect(where, "position of a row at its end", row.position, end)
+                counts.append(0)
+                proposed.append(0)
+                continue
+            held, accepted = 0, 0
+            if not row.sampling.min_tokens:
+                held = min(plan.drafts, self._drafting.proposed(row.slab, row.position), end - 1 - row.position)
+                accepted = self._drafting.accepted(row.request, row.position, held)
+            for step in range(accepted + 1):
+                token = row_token if not step else None
+                tokens.append(self._run_row(dataclasses.replace(row, position=row.position + step, token=token)))
+            counts.append(accepted + 1)
+            proposed.append(held)
+            self._drafting.propose(row.slab, row.position + accepted + 1, plan.drafts)
+        return tokens, counts, proposed
+
     def keep_cast(self, roster: Roster) -> _Cast:
         """What it keeps of this roster."""
         if self._cast.roster is not roster:
@@ -379,7 +450,8 @@ class SimDevice:
             self._read_history(rows[at], chain)
             return
         words = self._pool.page_words[self.keep_cast(rows.roster).tables[at, :index]]
-        befores, afters = words[:, 2] & 0xFFFFFFFF, words[:, 2] >> 32 & 0xFFFFFFFF
+        halves = words.view(np.uint32)
+        befores, afters = halves[:, 4], halves[:, 5]
         # Bytes are compared in one call each; these arrays are far too small for numpy to be quick.
         is_right = (
             words[:, 0].tobytes() == int(rows.roster.requests[at]).to_bytes(8, "little") * index
@@ -461,7 +533,7 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slab_ids = _join([cast.slabs for cast in casts])
     slabs = slab_words[slab_ids].view(_SLABS)[:, 0]
     index, offset = np.divmod(positions, first.info.page_tokens)
-    page_ids = _join([cast.tables[cast.lines, index[s:e]] for cast, (s, e) in zip(casts, spans, strict=True)])
+    page_ids = _join([cast.flat[cast.begins + index[s:e]] for cast, (s, e) in zip(casts, spans, strict=True)])
     pages = page_words[page_ids].view(_PAGES)[:, 0]
     chain, last = slabs["chain"], slabs["last"]
     for at in np.flatnonzero(offset == 0).tolist():

@@ -90,8 +90,9 @@ class ExpertAuditor:
 
     def _check_slots(self, circle: Circle, seats: Sequence[Seat]) -> None:
         for seat in seats:
-            for part, epoch in enumerate(seat.experts.active):
-                wrong = seat.experts.memory[part].find_wrong(seat.experts.tables[part][epoch])
+            experts = seat.experts
+            for memory, tables, epoch in zip(experts.memory, experts.tables, experts.active, strict=False):
+                wrong = memory.find_wrong(tables[epoch])
                 if wrong is not None:
                     raise Violation(
                         "expert-slot", f"{seat.name}: step {circle.step} of membership {circle.number}: {wrong}"

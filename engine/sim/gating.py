@@ -206,5 +206,6 @@ class PairCounter:
         noisy = np.maximum(mean + np.sqrt(mean) * rng.standard_normal(mean.shape), 0.01 * mean)
         ends = noisy.cumsum(axis=1)
         ends *= self._chosen * total / ends[:, -1:]
-        drawn: Ints = np.diff(np.rint(ends).astype(np.int64), axis=1, prepend=0)
+        drawn: Ints = np.rint(ends).astype(np.int64)
+        drawn[:, 1:] -= drawn[:, :-1].copy()
         return drawn

@@ -121,6 +121,8 @@ class SimGroup:
 
     def arrive(self, seat: Seat) -> None:
         """Begins its next step if it has one and may."""
+        if seat.is_arrived and seat.stopped is None:
+            return
         queue, circle = seat.device.queue, seat.circle
         while seat.stopped is not None and queue and not seat.is_dead:
             seat.device.finish_first(seat.stopped)
@@ -145,7 +147,7 @@ class SimGroup:
         if not is_empty:
             seat.step_rows, rows = self._count_rows(seat, plan)
         experts = seat.experts
-        join = max(experts.joined, circle.number)
+        join = experts.joined if experts.joined > circle.number else circle.number
         seat.words = Words(
             seat.generation, rows, int(not is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
         )
@@ -218,9 +220,7 @@ class SimGroup:
     def _count_pairs(self, circle: Circle) -> float:
         """Expert time of the step: layer by layer, the fullest rank's."""
         shape, meters = self.shape, self.meters
-        rows = np.zeros(shape.domains, np.int64)
-        for seat in circle.arrived:
-            rows += 0 if seat.step_rows is None else seat.step_rows
+        rows = np.add.reduce([seat.step_rows for seat in circle.arrived if seat.step_rows is not None], axis=0)
         spent = lost = 0.0
         for part, counter in enumerate(self._counters):
             table = circle.arrived[0].experts.tables[part][circle.active[part]]

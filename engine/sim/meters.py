@@ -24,8 +24,13 @@ class LogHistogram:
 
     def add_many(self, values: npt.NDArray[np.float64]) -> None:
         """The same for all of `values`."""
-        buckets = (np.log(np.maximum(values, 1e-9)) / _GROWTH).astype(np.int64)
-        if len(buckets):
+        if not len(values):
+            return
+        if values.tobytes() == values[:1].tobytes() * len(values):  # rows of one step, as a rule
+            bucket = int(np.log(np.maximum(values[:1], 1e-9))[0] / _GROWTH)
+            self._buckets[bucket] += len(values)
+        else:
+            buckets = (np.log(np.maximum(values, 1e-9)) / _GROWTH).astype(np.int64)
             least = int(buckets.min())
             counts = np.bincount(buckets - least)
             for bucket in np.flatnonzero(counts).tolist():

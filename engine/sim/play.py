@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import trio
@@ -27,6 +30,8 @@ from engine.sim.workload import Answers, Requester, draw_asks
 from engine.sim.world import World
 from transport.messages import ExpertsReport
 
+COLLECT_OBJECTS = 50_000
+"""New objects after which garbage is collected."""
 LOOK_S = 0.25
 FREE_S = 20.0
 """After the last answer, until all memory must be free, but for what only a writer's death frees."""
@@ -73,11 +78,12 @@ def play(
     outcome = Outcome(scenario, trace or Trace())
     began, cpu_began = time.perf_counter(), time.process_time()
     try:
-        seeded.run(
-            functools.partial(_play, scenario, outcome, hook),
-            seed=scenario.seed,
-            instruments=() if instrument is None else (instrument,),
-        )
+        with _collect_rarely():
+            seeded.run(
+                functools.partial(_play, scenario, outcome, hook),
+                seed=scenario.seed,
+                instruments=() if instrument is None else (instrument,),
+            )
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or _find(error, KeyboardInterrupt):
             raise
@@ -89,6 +95,20 @@ def play(
             outcome.crash = error
     outcome.wall_s, outcome.cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     return outcome
+
+
+@contextlib.contextmanager
+def _collect_rarely() -> Iterator[None]:
+    """What was there before is not looked at by collections of garbage, which are rare: a world makes little of it, and
+    many small objects that live for a while."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def _find(error: BaseException, kind: type[Any]) -> Any:

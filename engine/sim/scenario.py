@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from engine.config import Limits
 from engine.errors import ConfigError
 from engine.sim.costs import FlatCosts, RooflineCosts
+from engine.sim.drafting import draw_drafts
 from engine.sim.faults import KINDS, Swarm
 from engine.sim.gating import ExpertShape
 from engine.sim.operators import Operators
@@ -57,6 +58,7 @@ class Scenario:
         extra: faults beside `swarm`, drawn by a generator of their own.
         operators: of clusters with experts.
         is_drawn: each seed varies it, see `variety`; of clusters with experts.
+        may_draft: a third of the seeds draft, see `drafting`.
         settle_s: after the last fault, or the last arrival, until every request must be answered.
         signals: instants at which an operator asks the head to stop; none: when everything is answered.
     """
@@ -71,6 +73,7 @@ class Scenario:
     signals: tuple[float, ...] = ()
     operators: Operators = dataclasses.field(default_factory=Operators)
     is_drawn: bool = False
+    may_draft: bool = False
 
     def replay_line(self) -> str:
         """The command that runs it again."""
@@ -138,6 +141,7 @@ def draw_scenario(seed: int) -> Scenario:
     if rng.random() < 0.15:
         first = rng.random() * FAULTS_S
         signals = (first, first + rng.random()) if rng.random() < 0.5 else (first,)
+    shape = draw_drafts(shape, seed)
     return Scenario("seed", seed, shape, load, swarm, _draw_extra(seed, swarm), SETTLE_S, signals)
 
 
@@ -192,6 +196,8 @@ def load_scenario(name: str, seed: int) -> Scenario:
     scenario: Scenario = _fill({"name": name, "seed": seed, **parts}, Scenario, table, "")
     if experts is None and (scenario.is_drawn or operators.per_s):
         raise ConfigError("is_drawn and [operators] are for clusters with [experts]")
+    if scenario.may_draft:
+        scenario = dataclasses.replace(scenario, shape=draw_drafts(scenario.shape, seed))
     return vary(scenario) if scenario.is_drawn else scenario
 
 

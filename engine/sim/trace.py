@@ -12,6 +12,7 @@ from transport.messages import MESSAGE_TO_KIND, NameGroup, RankReady
 from transport.wire import HEADER
 
 _EVENT = struct.Struct("<dI")
+_PENDING_BYTES = 32 << 10
 
 
 class Trace:
@@ -24,6 +25,8 @@ class Trace:
 
     def __init__(self, *, keep: bool = False, show: range = range(0)) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
+        # Bytes that the hash has yet to take: one call for many events.
+        self._pending = bytearray()
         self._marks = array("Q") if keep else None
         self._show = show
         self.shown: list[str] = []
@@ -33,9 +36,13 @@ class Trace:
     def add(self, now: float, kind: str, what: str, detail: int = 0) -> None:
         """One event at virtual time `now`. `detail` is a checksum or a count, 32 bits of it."""
         self.kinds[kind] += 1
-        self._hash.update(_EVENT.pack(now, detail & 0xFFFFFFFF) + what.encode())
+        pending = self._pending
+        pending += _EVENT.pack(now, detail & 0xFFFFFFFF)
+        pending += what.encode()
         if self._marks is not None:
-            self._marks.append(int.from_bytes(self._hash.digest(), "little"))
+            self._marks.append(int.from_bytes(self._take_hash().digest(), "little"))
+        elif len(pending) > _PENDING_BYTES:
+            self._take_hash()
         if self.num_events in self._show:
             self.shown.append(f"#{self.num_events} {now:.9f} s {kind} {what} {detail & 0xFFFFFFFF:08x}")
         self.num_events += 1
@@ -43,7 +50,13 @@ class Trace:
     @property
     def digest(self) -> str:
         """Sixteen hex digits over all events so far."""
-        return self._hash.hexdigest()
+        return self._take_hash().hexdigest()
+
+    def _take_hash(self) -> hashlib.blake2b:
+        """The hash over all events."""
+        self._hash.update(self._pending)
+        self._pending.clear()
+        return self._hash
 
     def first_difference(self, other: Trace) -> int | None:
         """Number of the first event that two kept traces do not share; None if they are equal."""

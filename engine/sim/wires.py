@@ -80,16 +80,20 @@ class _Direction:
         self._begin(data)
 
     def _begin(self, data: bytes) -> None:
-        now = self._clock.now
+        now, speed = self._clock.now, self.speed
         self.sent_at = now
         self._tap(self.name, data)
-        self._free_at = max(self._free_at, now) + len(data) / self.speed.bytes_per_s
-        self._put(self._free_at + self.speed.latency_s, data)
+        free_at = self._free_at
+        self._free_at = free_at = (free_at if free_at > now else now) + len(data) / speed.bytes_per_s
+        self._put(free_at + speed.latency_s, data)
 
     def _put(self, arrival: float, data: bytes) -> None:
-        if self.speed.tick_s:
-            arrival = math.ceil(arrival / self.speed.tick_s) * self.speed.tick_s
-        self._last_arrival = arrival = max(arrival, self._last_arrival)
+        tick_s = self.speed.tick_s
+        if tick_s:
+            arrival = math.ceil(arrival / tick_s) * tick_s
+        if arrival < self._last_arrival:
+            arrival = self._last_arrival
+        self._last_arrival = arrival
         self._flying.append((arrival, data))
         self._num_bytes += len(data)
         if not self._is_scheduled:
@@ -101,12 +105,12 @@ class _Direction:
 
     def _deliver(self) -> None:
         self._is_scheduled = False
-        now = self._clock.now
+        now, flying = self._clock.now, self._flying
         if self.speed.held_until <= now:
-            while self._flying and self._flying[0][0] <= now:
-                self._arrived.append(self._flying.popleft()[1])
+            while flying and flying[0][0] <= now:
+                self._arrived.append(flying.popleft()[1])
             self._reader.ring()
-        if self._flying:
+        if flying:
             self._schedule()
 
     @property

@@ -404,6 +404,10 @@ class Requester:
                 self._take_tokens(row, count, now)
             return
         is_kept = texts.find_kept(rows.places)
+        if b"\x00" not in is_kept.tobytes():
+            answers.between_tokens_s.add_many(texts.take(rows.places, rows.ids, now))
+            answers.num_tokens += len(rows)
+            return
         answers.between_tokens_s.add_many(texts.take(rows.places[is_kept], rows.ids[is_kept], now))
         answers.num_tokens += int(is_kept.sum())
         for at in np.flatnonzero(~is_kept).tolist():

@@ -21,7 +21,7 @@ from engine.actors.accept import accept_streams
 from engine.actors.answers import Acts, Answers
 from engine.actors.head import HeadPorts, run_head
 from engine.actors.rank import run_rank
-from engine.config import ClusterConfig, ExpertsConfig, Limits, PoolConfig
+from engine.config import ClusterConfig, DraftConfig, ExpertsConfig, Limits, PoolConfig
 from engine.core.events import EventRing
 from engine.core.planning import PlannedMoves, PlanRequest, plan_moves
 from engine.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
@@ -81,6 +81,8 @@ class WorldShape:
         checksums: pushes tell theirs, and decode ranks read them back.
         start_s: from spawn to a loaded device, at most, told in `start_files` pieces.
         exit_s: from a kill to the end of the process, at most.
+        drafts: drafts behind a decode row; draft_share: of places at which one holds; draft_rows: with more rows in a
+            step a rank does not draft.
         is_thorough: all memory is looked at in every step; for small worlds.
     """
 
@@ -109,6 +111,9 @@ class WorldShape:
     start_files: int = 1
     exit_s: float = 0.01
     is_thorough: bool = True
+    drafts: int = 0
+    draft_share: float = 0.7
+    draft_rows: int = 32
     experts: ExpertShape | None = None
 
     def cluster_config(self) -> ClusterConfig:
@@ -139,6 +144,7 @@ class WorldShape:
             checksum_pushes=self.checksums,
             experts_main=experts,
             experts_draft=experts,
+            draft=DraftConfig(self.drafts, self.draft_rows),
         )
 
 
@@ -616,6 +622,8 @@ class World:
             name=life.name,
             checksum_s=shape.page_bytes / CHECKSUM_BYTES_PER_S,
             pool=self._find_pool(),
+            max_drafts=shape.drafts,
+            draft_share=shape.draft_share,
         )
         if self.groups is not None:
             self.groups.seat(life, device)

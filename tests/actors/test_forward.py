@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import trio
 import trio.testing
@@ -48,15 +50,41 @@ async def test_what_ranks_say_in_one_turn_is_one_frame(nursery):
     assert head.told[1:] == [[(4, 1, 10, [91])]]
 
 
-async def test_two_frames_of_a_rank_stay_two_and_so_does_what_has_several_tokens_in_a_row(nursery):
+async def test_two_frames_of_a_rank_stay_two(nursery):
     head = Head()
     nursery.start_soon(head.tokens.run)
     await trio.testing.wait_all_tasks_blocked()
     head.add(7, (0, 5, [50]))
     head.add(7, (0, 6, [51]))
-    head.add(8, (1, 0, [1, 2, 3]))
     await trio.testing.wait_all_tasks_blocked()
-    assert head.told == [[(1, 1, 5, [50])], [(1, 1, 6, [51])], [(2, 1, 0, [1, 2, 3])]]
+    assert head.told == [[(1, 1, 5, [50])], [(1, 1, 6, [51])]]
+
+
+async def test_rows_with_several_tokens_are_joined_like_others(nursery):
+    head = Head()
+    nursery.start_soon(head.tokens.run)
+    await trio.testing.wait_all_tasks_blocked()
+    head.add(7, (0, 5, [50]), (2, 1, [20, 21]))
+    head.add(8, (1, 0, [1, 2, 3]))
+    head.add(9, (3, 7, [70]))
+    await trio.testing.wait_all_tasks_blocked()
+    assert head.told == [[(1, 1, 5, [50]), (3, 1, 1, [20, 21]), (2, 1, 0, [1, 2, 3]), (4, 1, 7, [70])]]
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (0, 3), (-1, 4)])
+async def test_counts_that_do_not_add_up_are_their_own_ranks_fault(nursery, counts):
+    """Two wrong frames could add up to a right one."""
+    head = Head()
+    nursery.start_soon(head.tokens.run)
+    await trio.testing.wait_all_tasks_blocked()
+    head.add(7, (0, 5, [50, 51]))
+    message, blob = emitted([(head.numbers[1], 1, 0, [1, 2]), (head.numbers[2], 1, 0, [3])])
+    columns = bytearray(blob)
+    columns[32:40] = array("i", counts).tobytes()
+    with pytest.raises(RemoteProtocolError, match="do not add up"):
+        head.tokens.add(8, message, memoryview(bytes(columns)))
+    await trio.testing.wait_all_tasks_blocked()
+    assert head.told == [[(1, 1, 5, [50, 51])]]
 
 
 async def test_a_rank_at_fault_costs_the_others_nothing(nursery):

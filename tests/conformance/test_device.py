@@ -1,11 +1,12 @@
 """What every Device does, whatever computes: order, two queued steps, cancelled waits, failures, one text per seed.
 
 An implementation joins by adding a factory to FACTORIES: a context manager that yields a device of at least 32 pages
-and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least 64 ids.
+and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least 64 ids and at least 3 drafts a row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,7 +17,7 @@ import pytest
 import trio
 
 from engine.config import Limits, RankConfig
-from engine.core.plan import DecodeRow, PrefillChunk, StepPlan
+from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, StepPlan, build_roster
 from engine.errors import DeviceError, LocalProtocolError
 from engine.model.device import open_torch_device
 from engine.ports import Device
@@ -60,7 +61,7 @@ async def open_cpu(directory: Path) -> AsyncIterator[Device]:
 
 @asynccontextmanager
 async def open_sim(directory: Path) -> AsyncIterator[Device]:
-    device = SimDevice(num_pages=32, num_slabs=6, page_tokens=8, max_model_tokens=64)
+    device = SimDevice(num_pages=32, num_slabs=6, page_tokens=8, max_model_tokens=64, max_drafts=5, draft_share=0.7)
     try:
         yield device
     finally:
@@ -174,6 +175,41 @@ async def test_a_seed_gives_one_text_and_another_seed_another(opened: Opened) ->
         one = await text(0, (3, 4, 9, 7), 5)
         assert await text(1, (13, 14, 15, 16), 5) == one
         assert await text(1, (13, 14, 15, 16), 6) != one
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, seed=5), Sampling(min_tokens=40)])
+async def test_drafts_change_how_many_tokens_come_and_not_which(opened: Opened, sampling: Sampling) -> None:
+    num = 11
+
+    def plan(step: int, position: int, token: int, drafts: int) -> StepPlan:
+        roster = build_roster(np.array([1]), np.array([0]), ((3, 4, 9, 7),), (sampling,))
+        roster = dataclasses.replace(roster, ends=np.array([20 + num]))
+        return StepPlan(step, (), DecodeRows(roster, np.array([position]), np.array([token])), drafts=drafts)
+
+    texts = []
+    for drafts in (0, 1, 3):
+        async with opened() as device:
+            assert device.info.max_drafts >= 3
+            (token,) = (await device.wait(device.submit(prefill(1, sample=sampling)))).chunk_tokens
+            assert token is not None
+            text, step, last_counts = [token], 2, (1,)
+            tickets = [device.submit(plan(2, 20, token, drafts)), device.submit(plan(3, -1, -1, drafts))]
+            while last_counts != (0,):
+                result = await device.wait(tickets.pop(0))
+                step += 1
+                assert result.step == step - 1
+                # Only a step that may verify drafts, or whose rows the device has placed, needs to say counts.
+                counts = result.row_counts if result.row_counts is not None else (1,)
+                proposed = result.row_proposed if result.row_proposed is not None else (0,)
+                assert (result.row_counts is None) == (drafts == 0 and step == 3)
+                assert sum(counts) == len(result.row_tokens) and 0 <= counts[0] <= proposed[0] + 1 <= drafts + 1
+                assert proposed[0] == 0 or not sampling.min_tokens
+                text += list(result.row_tokens)
+                last_counts = tuple(counts)
+                tickets.append(device.submit(plan(step + 1, -1, -1, drafts)))
+            assert len(text) == num + 1
+            texts.append(text)
+    assert texts[1] == texts[0] and texts[2] == texts[0]
 
 
 async def test_tokens_are_read_before_submit_returns(opened: Opened) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 import msgspec
@@ -13,10 +14,12 @@ import numpy as np
 
 from tests.console.servedscene import NumberedHead
 from tests.console.stubhead import Scene, make_event, make_heat, make_part, make_requests, make_skew, make_status
+from transport.errors import PeerGone
 from transport.link import FrameLink
 from transport.messages import (
     AskHeat,
     AskStatus,
+    EventsHappened,
     ExpertsReport,
     HeatReport,
     LinksReport,
@@ -31,6 +34,8 @@ ROUND_S = 0.5
 REQUESTS = 500
 EVENTS = 20
 """That happen from one round to the next."""
+KEPT = 100
+"""Of them, for a console that comes; one message has no room for thousands."""
 
 
 class BigHead(NumberedHead):
@@ -86,13 +91,12 @@ class BigHead(NumberedHead):
         )
         scene.requests = RequestsReport(total=scene.requests.total, rows=rows)
         scene.links = self._jog(*scene.links)
-        first = len(scene.events) + 1
-        self.push(
-            *(
-                make_event(first + n, "request.finish", f"request={first + n} reason=stop", ago_s=0)
-                for n in range(EVENTS)
-            )
-        )
+        first = scene.events[-1].seq + 1
+        events = tuple(make_event(first + n, "request.finish", f"request={first + n}", ago_s=0) for n in range(EVENTS))
+        scene.events = [*scene.events, *events][-KEPT:]
+        for watcher in [*self._watchers]:
+            with contextlib.suppress(PeerGone):  # a console that was just killed
+                watcher.post(EventsHappened(lost=0, events=events))
 
     def _jog(self, report: LinksReport, blob: bytes) -> tuple[LinksReport, bytes]:
         """Other rates and pushes in flight."""

@@ -44,6 +44,7 @@ class Emulator:
         self._rows = [[" "] * width for _ in range(height)]
         self._first = self._rows
         self._x = self._y = 0
+        self._saved = (0, 0)
         self._decode = codecs.getincrementaldecoder("utf-8")("strict").decode
         self._rest = ""
 
@@ -58,6 +59,7 @@ class Emulator:
         self._first = self._rows if ALTERNATE not in self.modes else self._fit(self._first, width, height)
         self.width, self.height = width, height
         self._x, self._y = min(self._x, width - 1), min(self._y, height - 1)
+        self._saved = (min(self._saved[0], width - 1), min(self._saved[1], height - 1))
 
     @staticmethod
     def _fit(rows: list[list[str]], width: int, height: int) -> list[list[str]]:
@@ -172,10 +174,10 @@ class Emulator:
             raise UnknownSequence(f"mode {mode}")
         if mode == ALTERNATE and is_on != (ALTERNATE in self.modes):
             if is_on:
-                self._first = self._rows
+                self._first, self._saved = self._rows, (self._x, self._y)
                 self._rows = [[" "] * self.width for _ in range(self.height)]
             else:
-                self._rows = self._first
+                self._rows, (self._x, self._y) = self._first, self._saved
         (self.modes.add if is_on else self.modes.discard)(mode)
 
     def _erase(self, what: int, *, whole: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from console.app import APP_KEYS
 from console.linegrid import LineView
 from console.screens import SCREENS
-from tests.console.stubhead import Scene, make_event, open_console
+from tests.console.stubhead import Scene, make_event, open_console, send_key
 from transport.messages import AskHeat, AskRequests
 
 CHANGES = {"R", "A", "U", "P", "X", "a", "x"}
@@ -321,3 +321,21 @@ def test_no_room_is_no_reason_to_end(kind):
             assert any(desk.lines())
 
     run(body)
+
+
+def test_what_is_typed_fast_behind_a_key_belongs_to_what_it_opened():
+    """All in one read of the terminal, as over a slow link: an `x` in a filter is a letter, no drain; a `y` behind a
+    question answers it."""
+
+    async def body():
+        async with open_console(Scene(), screen="ranks") as desk:
+            for key in ["/", *"dxy", "enter"]:
+                send_key(desk.app, key)
+            await desk.until(lambda: desk.app.live.get_filter() == "dxy")
+            assert "[y]" not in desk.text("footer") and not desk.head.acts
+            for key in ["escape", "6", "a", "y"]:
+                send_key(desk.app, key)
+            await desk.until(lambda: desk.head.acts)
+            assert "dxy" not in desk.text("footer")
+
+    asyncio.run(body())

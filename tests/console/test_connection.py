@@ -8,13 +8,24 @@ import stat
 
 import msgspec
 import pytest
+import uvloop
 
 from console.connection import Connection, Gate
 from console.dial import Target, choose_socket, dial, parse_target, ssh_command
 from console.view import ClusterView
 from tests.console.stubhead import Scene, StubHead, make_event, make_status, open_console
 from transport.errors import PeerGone
-from transport.messages import AskExperts, AskLinks, AskStatus, AskTraffic, Rebalance, Refused, WatchEvents
+from transport.link import FrameLink
+from transport.messages import (
+    OPERATOR_FROM_HEAD,
+    AskExperts,
+    AskLinks,
+    AskStatus,
+    AskTraffic,
+    Rebalance,
+    Refused,
+    WatchEvents,
+)
 
 # ---------------------------------------------------------------- where the head is
 
@@ -356,3 +367,28 @@ def test_something_else_answers(tmp_path):
         await server.wait_closed()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_program_that_ended_at_once_is_peer_gone(new_loop):
+    """As ssh when it is refused: its pipes are closed by the time that the link is put around them."""
+
+    async def body():
+        process = await asyncio.create_subprocess_exec(
+            "true", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        await process.wait()
+        async with asyncio.timeout(5):
+            while not process.stdin.is_closing():  # noqa: ASYNC110 - has no event
+                await asyncio.sleep(0.005)
+        link = FrameLink(
+            process.stdout, process.stdin, accepts=OPERATOR_FROM_HEAD, out_limit_bytes=1 << 20, stall_s=1, name="ssh"
+        )
+        with pytest.raises(PeerGone, match="closing"):
+            link.post(AskStatus())
+        with pytest.raises(PeerGone, match="end of stream"):
+            await link.receive()
+        await link.aclose()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(body())

@@ -239,7 +239,7 @@ ACTS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(ACTS, max_size=10), st.integers(50, 130), st.integers(9, 40))
 def test_whatever_happens_the_matrix_fits_and_the_cursor_is_in_it(
     acts: list[tuple[str, Any]], width: int, height: int

@@ -246,7 +246,7 @@ def check_lines(lines: list[Line], width: int, height: int) -> None:
             style_of(style, "dark")
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(ACTS, max_size=14), st.integers(12, 70), st.integers(2, 9))
 def test_whatever_happens_the_cursor_stays_on_its_row_and_lines_fit(
     acts: list[tuple[str, object]], width: int, height: int

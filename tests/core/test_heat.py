@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 
@@ -13,7 +14,8 @@ from engine.core.load import Loads, LoadWindow
 from engine.core.placement import EMPTY, Placement
 
 Table = list[list[int]]
-FRESH = random.SystemRandom().randrange(1 << 30)
+FRESH = int(os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30))))
+"""The same in every process of a test run: parameters have to be."""
 
 
 def draw_table(rng: random.Random, layers: int, experts: int, ranks: int) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 
@@ -12,7 +13,8 @@ from engine.errors import RemoteProtocolError
 from transport.messages import HEAD_FROM_RANK, OPERATOR_FROM_HEAD, LinksReport, PairCounts
 from transport.wire import FrameReader, encode_frame
 
-FRESH = random.SystemRandom().randrange(1 << 30)
+FRESH = int(os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30))))
+"""The same in every process of a test run: parameters have to be."""
 PAIR_KINDS, LINK_KINDS = "iqqiii", "iiiqqiii"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -138,10 +137,10 @@ def test_a_pair_is_broken_for_a_while_or_until_one_of_its_ranks_begins_anew():
 
 
 def test_a_drained_rank_is_never_chosen_and_still_counts_as_one_that_could_hold_it():
-    drained = dataclasses.replace(load(2), is_drained=True)
+    drained = load(2)._replace(is_drained=True)
     assert choose([load(0)], [drained, load(3, requests=7)]) == Pair(0, 3)
     assert choose([load(0)], [drained]) is None
-    assert choose([dataclasses.replace(load(0), is_drained=True), load(1, tokens=900)], [load(3)]) == Pair(1, 3)
+    assert choose([load(0)._replace(is_drained=True), load(1, tokens=900)], [load(3)]) == Pair(1, 3)
     pair = choose_pair([load(0)], [drained, load(3)], num_ids=1, max_tokens_total=2, rank_waiting=8,
                        broken=frozenset({(0, 3)}))  # fmt: skip
     assert pair == Pair(0, 3), "rather a pair that is broken"

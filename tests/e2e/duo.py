@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from engine.actors.rank import run_rank
-from engine.config import NANO, Limits, RankConfig
+from engine.config import NANO, DraftConfig, Limits, RankConfig
 from engine.core.tokens import unpack_tokens
 from engine.model.device import open_torch_device
 from engine.model.kv import POISON
@@ -179,6 +179,8 @@ def nano_config(
         replay_rows=0,
         config_digest="duo",
         limits=Limits(prefill_chunk_tokens=chunk_tokens, decode_rows=32),
+        # The drafter's context is kept and goes over, but each step has one row a sequence, which tests here look at.
+        draft=DraftConfig(max_rows=0),
         checksum_pushes=checksums,
     )
 

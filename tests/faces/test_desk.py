@@ -156,11 +156,13 @@ class Planner:
 
     def __init__(self) -> None:
         self.go = trio.Event()
+        self.has_begun = trio.Event()
         self.began = 0
         self.ended = 0
 
     async def rebalance(self, act: m.Rebalance) -> m.RebalanceAnswer | m.Refused:
         self.began += 1
+        self.has_begun.set()
         try:
             await self.go.wait()
         finally:
@@ -178,7 +180,7 @@ async def test_a_plan_under_way_blocks_no_other_answer(tmp_path):
             caller.post(m.AskStatus(), PLAN, m.AskExperts(), m.SetDrain((1,), True, "", ""), m.AskTraffic())
             kinds = [type(await caller.take()) for _ in range(4)]
             assert kinds == [m.StatusReport, m.ExpertsReport, m.ActDone, m.TrafficReport]
-            assert planner.began == 1
+            await planner.has_begun.wait()  # on its way in a task of its own
             planner.go.set()
             assert (await caller.take()).done == "look"
 

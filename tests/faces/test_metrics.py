@@ -13,7 +13,7 @@ from engine.faces.metrics import absence_text, metrics_text
 from engine.version import VERSION
 from tests.faces.experts_samples import make_part, make_past, make_status, make_traffic
 from tests.faces.test_status import make_rank
-from transport.messages import LATENCY_BOUNDS_US, REBALANCE_BOUNDS_MS, ExpertsReport, PartReport
+from transport.messages import LATENCY_BOUNDS_US, REBALANCE_BOUNDS_MS, DraftCounts, ExpertsReport, PartReport
 
 NAMES = {
     "engine:up": ("gauge", ()),
@@ -27,6 +27,10 @@ NAMES = {
     "vllm:prompt_tokens": ("counter", ("model_name", "engine")),
     "vllm:prompt_tokens_cached": ("counter", ("model_name", "engine")),
     "vllm:generation_tokens": ("counter", ("model_name", "engine")),
+    "vllm:spec_decode_num_drafts": ("counter", ("model_name", "engine")),
+    "vllm:spec_decode_num_draft_tokens": ("counter", ("model_name", "engine")),
+    "vllm:spec_decode_num_accepted_tokens": ("counter", ("model_name", "engine")),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("counter", ("model_name", "engine", "position")),
     "vllm:time_to_first_token_seconds": ("histogram", ("model_name", "engine")),
     "vllm:inter_token_latency_seconds": ("histogram", ("model_name", "engine")),
     "engine:pd_handoff_seconds": ("histogram", ()),
@@ -55,7 +59,9 @@ def text_of(*parts: PartReport, **status: object) -> str:
     return metrics_text(make_status(**status), ExpertsReport(parts), make_traffic(), NOW)
 
 
-ORDER = ("version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "le")
+ORDER = (
+    "version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "position", "le",
+)  # fmt: skip
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -156,6 +162,18 @@ def test_latencies_are_histograms_in_seconds() -> None:
     assert buckets["+Inf"] == found[f"{name}_count", *labels] == 32
     assert found[f"{name}_sum", *labels] == pytest.approx(30 * 0.02 + 2 * LATENCY_BOUNDS_US[-1] / 1e6, rel=0.12)
     assert found["vllm:time_to_first_token_seconds_count", *labels] == found["engine:pd_handoff_seconds_sum",] == 0
+
+
+def test_drafts_are_counted_over_all_ranks_and_by_place() -> None:
+    labels = ("nano", "0")
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    nothing = samples(text_of())
+    assert [nothing[name, *labels, str(place)] for place in range(7)] == [0] * 7
+    found = samples(text_of(drafted=DraftCounts(10, 30, 12, (6, 4, 2))))
+    assert [found[name, *labels, str(place)] for place in range(7)] == [6, 4, 2, 0, 0, 0, 0]
+    assert found["vllm:spec_decode_num_drafts_total", *labels] == 10
+    assert found["vllm:spec_decode_num_draft_tokens_total", *labels] == 30
+    assert found["vllm:spec_decode_num_accepted_tokens_total", *labels] == 12
 
 
 def test_ranks_are_counted_by_state_and_corrupt_pushes_over_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
 from engine.faces.status import render_status, status_json
@@ -9,7 +10,7 @@ from transport.messages import PROTOCOL_VERSION, ExpertsReport, PartReport, Rank
 
 
 def make_rank(rank: int, role: str, state: str, phase: str = "", restarts: int = 0) -> RankStatus:
-    fields = dict.fromkeys(RankSnapshot.__struct_fields__, 0) | {
+    fields = {field.name: 0 for field in msgspec.structs.fields(RankSnapshot) if field.required} | {
         "rank": rank, "step": 123_456, "running": 256, "waiting": 4096, "pages_total": 4096, "pages_free": 3000,
         "pushed_bytes": 900 << 20, "loop_lag_us_p99": 97_500, "step_us_p50": 117_900,
     }  # fmt: skip

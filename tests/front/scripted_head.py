@@ -239,7 +239,7 @@ def tokens_frame(turns: Sequence[tuple[Run, Sequence[int]]], step: int = 1) -> t
 
 
 def snapshot(rank: int, step_age_ms: int = 0) -> RankSnapshot:
-    numbers = dict.fromkeys(RankSnapshot.__struct_fields__, 0)
+    numbers = dict.fromkeys(_needed(RankSnapshot), 0)
     return RankSnapshot(**{**numbers, "rank": rank, "generation": 1, "step_age_ms": step_age_ms})
 
 
@@ -261,5 +261,11 @@ def status_report(*ranks: RankStatus, is_stopping: bool = False, degraded: tuple
 
 
 def traffic_report() -> TrafficReport:
-    numbers = dict.fromkeys(TrafficReport.__struct_fields__, 0)
+    numbers = dict.fromkeys(_needed(TrafficReport), 0)
     return TrafficReport(**{**numbers, "accepted": 3, "ttft": (), "itl": (), "handoff": ()})
+
+
+def _needed(kind: type[Message]) -> tuple[str, ...]:
+    """The fields that have no default."""
+    fields = kind.__struct_fields__
+    return fields[: len(fields) - len(kind.__struct_defaults__)]

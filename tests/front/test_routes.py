@@ -63,6 +63,8 @@ def test_models_tokens_and_version():
             none = await rig.get("/v1/models/deep/seek")
             text = (await rig.post("/tokenize", {"prompt": "Hello wörld", "return_token_strs": True})).json
             chat = (await rig.post("/tokenize", {"messages": CHAT["messages"]})).json
+            parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+            assert (await rig.post("/tokenize", {"messages": parts})).json == chat
             back = (await rig.post("/detokenize", {"tokens": text["tokens"]})).json
             bad = await rig.post("/detokenize", {"tokens": [-1]})
             version = (await rig.get("/version")).json
@@ -139,7 +141,7 @@ def test_keys_are_asked_for_everywhere_but_where_it_is_health():
 
 def test_routes_and_methods_that_are_none():
     async def main():
-        async with running_front(http=HttpConfig()) as rig:
+        async with running_front() as rig:
             nothing = await rig.get("/v1/files")
             wrong = await rig.get(CHAT_PATH)
             for path in ("/admin/shutdown", "/v1/rebalance", "/drain"):

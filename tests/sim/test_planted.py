@@ -235,6 +235,41 @@ def prefill_rank_not_told_of_an_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(router.Router, "_abort_parts", abort)
 
 
+@bug("tags", seeds=20)
+def row_placed_while_a_step_with_drafts_is_under_way(patch: pytest.MonkeyPatch) -> None:
+    original = running.Running.plan
+
+    def plan(self, most):
+        kept, self._num_drafting = self._num_drafting, 0
+        planned = original(self, most)
+        self._num_drafting += kept
+        return planned
+
+    patch.setattr(running.Running, "plan", plan)
+
+
+@bug("stream", seeds=40)
+def drafts_behind_an_end_are_told(patch: pytest.MonkeyPatch) -> None:
+    original = running._find_end
+
+    def find_end(sequence, tokens, count, eos_ids):
+        return original(sequence, tokens, count, eos_ids)[0], len(tokens)
+
+    patch.setattr(running, "_find_end", find_end)
+
+
+@bug("ends", seeds=10)
+def end_of_a_row_beyond_its_pages(patch: pytest.MonkeyPatch) -> None:
+    original = running.Running._line_up
+
+    def line_up(self, most):
+        lineup = original(self, most)
+        ends = None if lineup.roster.ends is None else lineup.roster.ends + 64
+        return dataclasses.replace(lineup, roster=dataclasses.replace(lineup.roster, ends=ends))
+
+    patch.setattr(running.Running, "_line_up", line_up)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = BUGS[name]
