@@ -96,6 +96,8 @@ class Unanswered:
         requests, columns = (longs[0], ints[0]) if len(longs) == 1 else (np.concatenate(longs), np.hstack(ints))
         attempts, indices, counts, ids = columns
         places = self._place_of[requests & (len(self._place_of) - 1)]
+        if len(places) > len(self._order):
+            return None  # more rows than there are: some are there twice
         order = self._order[: len(places)]
         self._mark[places] = order
         is_right = (

@@ -94,3 +94,16 @@ def test_what_is_not_right_is_left_alone(tokens: Tokens, count: int) -> None:
     assert table.take([make_frame([(1, 1, 0, 7)])], 1.0) is not None
     table.refresh(row)
     assert list(row.generated) == [7]
+
+
+def test_more_rows_at_once_than_there_are_places_are_left_alone() -> None:
+    """Several frames that came together may say more of few requests than the table has places."""
+    table = Unanswered()
+    rows = [add(table, number) for number in range(1, 60)]
+    frames = [make_frame([(row.request, 1, index, index) for row in rows]) for index in range(3)]
+    assert table.take(frames, 1.0) is None
+    for frame in frames:
+        assert table.take([frame], 1.0) is not None
+    for row in rows:
+        table.refresh(row)
+        assert list(row.generated) == [0, 1, 2]

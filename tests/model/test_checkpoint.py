@@ -167,3 +167,41 @@ def test_the_low_nibble_is_the_even_column():
 def test_only_float_matrices_lack_scales_in_an_unquantised_file(tiny, tmp_path):
     save_checkpoint(tmp_path, tiny.config, tiny.weights)
     assert load_file(tmp_path / "model.safetensors").keys() == tensor_specs(tiny.shape).keys()
+
+
+V4_REFUSED = [
+    (
+        {"layers.0.ffn.gate.tid2eid": lambda t: torch.where(t == t.max(), 8, t)},
+        r"tensor layers.0.ffn.gate.tid2eid must name experts 0 to 7, found 0 to 8",
+    ),
+    (
+        {"layers.0.ffn.gate.tid2eid": lambda t: t.float()},
+        r"tensor layers.0.ffn.gate.tid2eid must be stored as int32 or int64, found torch.float32",
+    ),
+    (
+        {"layers.0.ffn.gate.tid2eid": lambda t: t[:, :2].contiguous()},
+        r"tid2eid must have shape \[256, 3\], found \[256, 2\]",
+    ),
+    ({"layers.1.attn.compressor.ape": lambda t: None}, r"tensor layers.1.attn.compressor.ape \[4, 256\] is missing"),
+    (
+        {"layers.2.attn.compressor.ape": lambda t: t[:, :64].contiguous()},
+        r"layers.2.attn.compressor.ape must have shape \[128, 128\], found \[128, 64\]",
+    ),
+    ({"hc_head_fn": lambda t: None}, r"tensor hc_head_fn \[4, 512\] is missing"),
+    (
+        {"layers.1.ffn.gate.bias_vl": lambda t: torch.zeros(8)},
+        r"tensor layers.1.ffn.gate.bias_vl is unexpected: config.json asks for no such tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), V4_REFUSED)
+def test_a_bad_tensor_of_v4_is_named_with_what_was_wanted_and_found(golden, tmp_path, changes, message):
+    directory = golden("v4-tiny-quant").directory
+    tensors = load_file(directory / "model.safetensors")
+    for name, change in changes.items():
+        tensors[name] = change(tensors.get(name))
+    save_file({k: v for k, v in tensors.items() if v is not None}, str(tmp_path / "model.safetensors"))
+    shutil.copy(directory / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_checkpoint(tmp_path)

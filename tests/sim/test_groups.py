@@ -59,13 +59,18 @@ def test_a_calm_cluster_of_groups_answers_everything_and_breaks_only_at_its_end(
 
 
 def test_auto_moves_experts_beside_requests_and_loses_less_to_skew() -> None:
-    still = check(play(calm()))
-    moved = check(play(calm(mode="auto", interval_s=0.5)))
-    assert moved.lives == 8 and not moved.answers.failures.keys() - {"cancelled"}
-    assert count(moved, "applied") >= 1 and count(moved, "failed") == 0
-    assert count(moved, "moved_slots_total") > 0
-    before, after = (outcome.groups["decode group 0"] for outcome in (still, moved))
-    assert after.lost_us / after.num_steps < 0.95 * before.lost_us / before.num_steps
+    before = after = 0.0
+    for seed in range(1, 6):
+        still = check(play(calm(seed)))
+        moved = check(play(calm(seed, mode="auto", interval_s=0.5)))
+        assert moved.lives == 8 and not moved.answers.failures.keys() - {"cancelled"}
+        assert count(moved, "applied") >= 1 and count(moved, "failed") == 0
+        assert count(moved, "moved_slots_total") > 0
+        one, other = (outcome.groups["decode group 0"] for outcome in (still, moved))
+        before += one.lost_us / one.num_steps
+        after += other.lost_us / other.num_steps
+    # Single runs of four seconds come to 0.87 to 0.96.
+    assert after < 0.95 * before
 
 
 def test_two_operators_at_once_do_one_thing_and_the_other_is_refused() -> None:
@@ -106,7 +111,7 @@ def test_one_seed_of_groups_is_one_run() -> None:
 
 def test_what_seeds_are_drawn_to_be_has_not_changed() -> None:
     """A seed that once failed, or is written in the documentation, must stay the same run."""
-    later = {"experts", "operators", "is_drawn", "start_files"}
+    later = {"experts", "operators", "is_drawn", "start_files", "may_draft", "drafts", "draft_share", "draft_rows"}
     known = hashlib.sha256()
     for seed in range(200):
         told = dataclasses.asdict(draw_scenario(seed))
