@@ -12,7 +12,7 @@ demo: $(VENV)/.run
 	@$(BIN)/python examples/show.py demo.jsonl
 
 # What only computes runs a process for each core; what watches clocks and processes runs alone after it.
-COMPUTING := tests/core tests/model tests/console tests/style tests/transport
+COMPUTING := tests/core tests/model tests/console tests/style tests/transport tests/actors tests/sim
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu" $(COMPUTING)

@@ -64,7 +64,7 @@ def rename_tensor(directory: Path) -> None:
 BROKEN = {
     "no config": (lambda directory: (directory / "config.json").unlink(), r"config\.json does not exist"),
     "config cut": (cut_file("config.json", 0.5), r"config\.json cannot be read as JSON"),
-    "another family": (edit_config(model_type="deepseek_v3"), "model_type must be 'deepseek_v41' or 'deepseek_v4', found 'deepseek_v3'"),
+    "another family": (edit_config(model_type="deepseek_v3"), "or 'deepseek_v4', found 'deepseek_v3'"),
     "another size": (edit_config(hidden_size=128), r"tensor \S+ must have shape \[.*128.*\], found \[.*256.*\]"),
     "more experts": (edit_config(n_routed_experts=32), r"tensor layers\.0\.ffn\.experts\.24\.\S+ .* is missing from"),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), r"model\.safetensors does not exist"),
