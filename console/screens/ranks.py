@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from console import words
 from console.confirm import Question
 from console.draw_ranks import PAGES, RanksState, build, describe, is_wide
-from console.filters import FilterError
 from console.keys import Key
 from console.lines import Line
 from console.ranktable import RankRow
-from console.screens.base import LiveScreen
+from console.screens.table import TableScreen
 from console.verdict import worst_part
 from console.view import NOT_UP, ClusterView
 from transport.messages import AskHeat, AskLinks, AskRequests, Message, PartReport, SetDrain
@@ -20,7 +19,7 @@ REQUESTS = 4096
 """How many requests are looked through for those of one rank."""
 
 
-class RanksScreen(LiveScreen):
+class RanksScreen(TableScreen):
     """Every rank as a row."""
 
     NAME = "ranks"
@@ -65,28 +64,6 @@ class RanksScreen(LiveScreen):
     def can(self, action: str, parameters: tuple[object, ...]) -> bool:
         row = self.ui.table.current
         return action != "drain" or (row is not None and not self.ui.table.is_gone(row.status.rank))
-
-    def move(self, rows: int) -> None:
-        self.ui.table.move(rows)
-
-    def jump(self, end: int) -> None:
-        (self.ui.table.go_top if end < 0 else self.ui.table.go_end)()
-
-    def set_filter(self, text: str) -> str:
-        try:
-            self.ui.table.set_filter(text)
-        except FilterError as error:
-            return str(error)
-        return ""
-
-    def get_filter(self) -> str:
-        return self.ui.table.filter.text
-
-    def sort(self, *, reverse: bool) -> None:
-        if reverse:
-            self.ui.table.reverse()
-        else:
-            self.ui.table.sort_next(self.body_size[0])
 
     def open_detail(self) -> None:
         """Opens it; where there is no room for all pages, goes on to the next one."""

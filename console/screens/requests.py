@@ -8,18 +8,17 @@ import msgspec
 
 from console.confirm import Question
 from console.draw_requests import RequestsState, build
-from console.filters import FilterError
 from console.keys import Key
 from console.lines import Line
 from console.requesttable import request_name, why_overdue
-from console.screens.base import LiveScreen
+from console.screens.table import TableScreen
 from transport.messages import AskRequests, CancelRequests, Message, RequestRow
 
 LIMIT = 4096
 """As many as the head tells at once."""
 
 
-class RequestsScreen(LiveScreen):
+class RequestsScreen(TableScreen):
     """What runs and waits."""
 
     NAME = "requests"
@@ -45,28 +44,6 @@ class RequestsScreen(LiveScreen):
     def can(self, action: str, parameters: tuple[object, ...]) -> bool:
         row = self.ui.table.current
         return action != "cancel" or (row is not None and not self.ui.table.is_gone(row.request))
-
-    def move(self, rows: int) -> None:
-        self.ui.table.move(rows)
-
-    def jump(self, end: int) -> None:
-        (self.ui.table.go_top if end < 0 else self.ui.table.go_end)()
-
-    def set_filter(self, text: str) -> str:
-        try:
-            self.ui.table.set_filter(text)
-        except FilterError as error:
-            return str(error)
-        return ""
-
-    def get_filter(self) -> str:
-        return self.ui.table.filter.text
-
-    def sort(self, *, reverse: bool) -> None:
-        if reverse:
-            self.ui.table.reverse()
-        else:
-            self.ui.table.sort_next(self.body_size[0])
 
     def open_detail(self) -> None:
         ui = self.ui
