@@ -260,6 +260,8 @@ class FrameStream:
                 self._break(_why(error))
                 return
             stall.deadline = math.inf
+            if self._broken is not None:
+                return  # closed on this side since; what was sent is not in the queue any more
             self._drop_sent(sent)
 
     def _gather(self) -> list[memoryview]:

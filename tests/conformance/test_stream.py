@@ -277,6 +277,36 @@ async def test_a_cancelled_writer_gives_a_deaf_peer_only_its_grace() -> None:
             a.post(CancelRequest(1))
 
 
+class _Closing(trio.abc.Stream):
+    """Takes all that is sent, and has the frames above closed before it says so."""
+
+    def __init__(self) -> None:
+        self.frames: FrameStream | None = None
+        self.data = b""
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+        assert self.frames is not None
+        await self.frames.aclose()
+
+    async def wait_send_all_might_not_block(self) -> None: ...
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return b""
+
+    async def aclose(self) -> None: ...
+
+
+async def test_a_write_that_ends_after_the_close_is_not_counted_twice() -> None:
+    under = _Closing()
+    under.frames = wrap(under)
+    under.frames.post(*submit(1, bytes(400)))
+    with pytest.raises(PeerGone, match="peer: closed on this side"):
+        await under.frames.run_writer()
+    assert under.data == b"".join(encode_frame(*submit(1, bytes(400))))
+    assert under.frames.pending_bytes == 0
+
+
 async def test_a_torn_frame_is_named(pair: Pair) -> None:
     a, b = pair
     raw = b"".join(encode_frame(*submit(1, bytes(400))))

@@ -69,10 +69,11 @@ async def test_frames_cross_in_both_directions_whole_and_in_order(listening: Lis
         async with await accept() as stream:
             while len(here) < len(frames):
                 here.extend(await stream.receive())
-            nursery.start_soon(stream.run_writer)
-            for message, blob in frames:
-                await stream.send(message, blob)
-            stream.close()
+            async with trio.open_nursery() as writing:  # whoever wants all to be sent lets the writer return
+                writing.start_soon(stream.run_writer)
+                for message, blob in frames:
+                    await stream.send(message, blob)
+                stream.close()
             with pytest.raises(PeerGone, match=r"link: end of stream$"):
                 await stream.receive()
     assert [(f.message, bytes(f.blob)) for f in here] == frames
@@ -99,11 +100,12 @@ async def test_a_cancelled_receive_loses_nothing(listening: Listening) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(in_asyncio, client)
         async with await accept() as stream:
-            nursery.start_soon(stream.run_writer)
-            for message, blob in frames:
-                await stream.send(message, blob)
-                await trio.sleep(0.001)
-            stream.close()
+            async with trio.open_nursery() as writing:
+                writing.start_soon(stream.run_writer)
+                for message, blob in frames:
+                    await stream.send(message, blob)
+                    await trio.sleep(0.001)
+                stream.close()
             with pytest.raises(PeerGone):
                 await stream.receive()
     assert [(f.message, bytes(f.blob)) for f in got] == frames
