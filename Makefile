@@ -11,12 +11,13 @@ demo: $(VENV)/.run
 	$(BIN)/engine batch -i examples/prompts.jsonl -o - --progress line | tee demo.jsonl
 	@$(BIN)/python examples/show.py demo.jsonl
 
-# What only computes runs a process for each core; what watches clocks and processes runs alone after it.
-COMPUTING := tests/core tests/model tests/console tests/style tests/transport tests/actors tests/sim
+# A process for each core; what kills, stops and times whole clusters runs alone after it.
+BESIDE := core model console style transport actors sim cli batch bench front faces nano oracle
+BESIDE := $(BESIDE:%=tests/%)
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu" $(COMPUTING)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(COMPUTING:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu" $(BESIDE)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(BESIDE:%=--ignore=%)
 
 test-all: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -q
