@@ -169,6 +169,14 @@ def _figures(row: RankRow) -> list[tuple[str, str]]:
         ("steps", f"{snapshot.step:,}"),
         ("so far", f"{words.short(snapshot.prompt_tokens)} in, {words.short(snapshot.generated_tokens)} out"),
     ]
+    if snapshot.pages_cached:
+        prefix = snapshot.prefix
+        said.append(
+            ("cached", f"{words.short(snapshot.pages_cached)} pages, {words.short(snapshot.pages_pinned)} used")
+        )
+        if prefix.queried:
+            hit = 100 * prefix.hit / prefix.queried
+            said.append(("prompts hit", f"{hit:.1f}%, {words.short(prefix.evicted_pages)} evicted"))
     if snapshot.pages_quarantined:
         said.append(("quarantined", f"{snapshot.pages_quarantined:,} pages"))
     if snapshot.step_age_ms > STUCK_MS:

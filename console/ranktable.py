@@ -70,9 +70,9 @@ class RankRow:
 
     @property
     def pages_share(self) -> float:
-        """Of its pages, what is not free, in per cent."""
+        """Of its pages, what is taken, in per cent; cached pages that nobody uses are not."""
         total = self.figure("pages_total")
-        return 100 * (1 - self.figure("pages_free") / total) if total > 0 else math.nan
+        return 100 * (1 - self.figure("pages_available") / total) if total > 0 else math.nan
 
     @property
     def state_text(self) -> str:

@@ -292,7 +292,7 @@ class ClusterView:
             snapshot = rank.snapshot
             if snapshot is None or rank.state in NOT_UP:
                 continue
-            pages[rank.role][0] += snapshot.pages_total - snapshot.pages_free
+            pages[rank.role][0] += snapshot.pages_total - snapshot.pages_available
             pages[rank.role][1] += snapshot.pages_total
             rates = self._take_snapshot(rank, snapshot, now)
             if rates is None:

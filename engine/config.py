@@ -18,11 +18,12 @@ from engine.errors import ConfigError
 NANO = "nano"
 """Name of the bundled model wherever a model directory is asked for."""
 NO_SCENARIO = "none"
-NO_HTTP = NO_KEYS = "none"
-"""Addresses and files of keys that are none."""
+NO_HTTP = NO_KEYS = NO_OTLP = "none"
+"""Addresses, files of keys and collectors that are none."""
 """The scenario of a cluster that is not simulated."""
 DRAFT_TOKENS = 2
 DRAFT_ROWS = 4
+Acceptance = Literal["equal", "rejection"]
 """Defaults of drafting, by `docs/performance.md`, Drafting."""
 SIMULATED = " (simulated)"
 """How the name of a model ends that is none, after that of a rack's scenario. Its tokenizer is the bundled one's."""
@@ -36,6 +37,8 @@ class Limits:
     """Requests waiting in the head."""
     queue_prompt_tokens: int = 8_388_608
     """Prompt ids waiting in the head."""
+    queue_wait_s: float = 0.0
+    """Longest wait in the head, as predicted from its pace of late, that a new request is accepted for. 0: any."""
     client_inflight: int = 4096
     """Unfinished requests of one client."""
     clients: int = 64
@@ -123,15 +126,17 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """How much decode ranks draft. The text is the same whatever it says.
+    """How much decode ranks draft. The text is the same whatever it says, unless it is drawn and `rejection` is on.
 
     Attributes:
         tokens: drafts behind each row at most; fewer where the model's drafter has no more. 0: nobody drafts.
         max_rows: a rank whose step has more rows does not draft in it.
+        acceptance: a draft holds while it is what the model itself draws there (`equal`), or by rejection sampling.
     """
 
     tokens: int = DRAFT_TOKENS
     max_rows: int = DRAFT_ROWS
+    acceptance: Acceptance = "equal"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +177,8 @@ class HttpConfig:
     """A stream that has nothing to say says so as often."""
     drain_s: float = 60.0
     """For running requests once a front is told to end."""
+    otlp: str = NO_OTLP
+    """URL of the collector that fronts send spans to, or NO_OTLP."""
 
     @property
     def is_on(self) -> bool:
@@ -210,6 +217,7 @@ class RankConfig:
     experts_main: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
+    prefix_cache: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,6 +244,7 @@ class ClusterConfig:
         num_pages, num_slabs: of each rank's arena.
         threads: intra-op threads of each rank.
         draft: how much decode ranks draft.
+        prefix_cache: prefill ranks keep what prompts have computed; not where `replay_rows` is set.
         slo: latencies to watch.
         http: the HTTP surface.
         admin_dir: runtime directory with the head's sockets.
@@ -268,6 +277,7 @@ class ClusterConfig:
     slo: SloConfig = dataclasses.field(default_factory=SloConfig)
     http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
+    prefix_cache: bool = True
 
     @property
     def digest(self) -> str:
@@ -309,6 +319,7 @@ class ClusterConfig:
             experts_main=self.experts_main,
             experts_draft=self.experts_draft,
             draft=self.draft,
+            prefix_cache=self.prefix_cache and not self.replay_rows,
         )
 
 
@@ -420,7 +431,10 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
     return view
 
 
-SECTIONS = {"admin_dir": "admin.dir", "log_format": "log.format", "log_level": "log.level"}
+SECTIONS = {
+    "admin_dir": "admin.dir", "log_format": "log.format", "log_level": "log.level",
+    "prefix_cache": "prefix_cache.enabled",
+}  # fmt: skip
 """Fields that people write inside a table."""
 
 SLO_KEYS = {"slo.ttft_p90": "ttft_p90_s", "slo.itl_p99": "itl_p99_s"}

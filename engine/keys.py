@@ -63,7 +63,7 @@ def _limit_key(field: dataclasses.Field[Any]) -> Key:
             kind = candidate
     if field.name == "quarantined_pages":
         kind = "share"
-    zero_allowed = field.name in ("restarts", "restart_pause_s", "drain_s")
+    zero_allowed = field.name in ("restarts", "restart_pause_s", "drain_s", "queue_wait_s")
     return Key(
         f"limits.{field.name}",
         kind,
@@ -112,6 +112,7 @@ _HTTP_DOCS: dict[str, tuple[str, float, str]] = {
     "stall": ("duration", 0.1, "A client that takes nothing for so long is dropped."),
     "keepalive": ("duration", 0.1, "A stream without news sends a comment as often."),
     "drain": ("duration", 0, "For running requests of a front that is told to end while the engine goes on."),
+    "otlp": ("text", 0, "URL of a collector for traces, as http://127.0.0.1:4318/v1/traces; none: no traces."),
 }
 """Key to kind, least and line, of HTTP."""
 
@@ -192,6 +193,21 @@ KEYS: tuple[Key, ...] = (
         "count",
         DRAFT_ROWS,
         "A decode rank with more sequences in a step does not draft in it: then it has enough to compute.",
+    ),
+    Key(
+        "draft.acceptance",
+        "choice",
+        "equal",
+        "equal: a draft holds while it is what the model itself draws there, so drafting never changes a text."
+        " rejection: rejection sampling; more drafts of drawn texts hold, and such a text depends on what was drafted.",
+        choices=("equal", "rejection"),
+    ),
+    Key(
+        "prefix_cache.enabled",
+        "flag",
+        True,
+        "Whether what a prompt has computed stays on its prefill rank, for later ones that begin alike. Off with"
+        " replay_rows.",
     ),
     Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
     Key(

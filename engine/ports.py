@@ -101,6 +101,11 @@ class Device(Protocol):
         """
         ...
 
+    def foresee(self, grammar: str) -> None:
+        """Rows with this grammar (`Sampling.grammar`) will come. Returns at once; what there is to prepare is done
+        beside the steps."""
+        ...
+
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         """Of each stretch, the CRC-32 over the bytes of its pages in order, then those of its slab unless it is -1.
 

@@ -281,7 +281,8 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         experts_draft=_derive_experts(values, "draft"),
         slo=_derive_slo(values),
         http=_derive_http(values),
-        draft=DraftConfig(values["draft.tokens"], values["draft.max_rows"]),
+        draft=DraftConfig(values["draft.tokens"], values["draft.max_rows"], values["draft.acceptance"]),
+        prefix_cache=values["prefix_cache.enabled"],
     )
     return Resolved(config, origins)
 

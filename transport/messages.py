@@ -40,6 +40,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unk
 
 TOP_LIMIT = 20
 """Likeliest tokens that a request may ask to be told at each place."""
+GRAMMAR_LIMIT = 64 << 10
+"""UTF-8 bytes of the grammar that a request's text has to follow."""
 BIAS_LIMIT = 300
 """Ids whose logits a request may raise or lower."""
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
@@ -75,6 +77,13 @@ class Sampling(Message, frozen=True):
     """-1: none are told; else that of each chosen token and of so many likeliest ones."""
     prompt_logprobs: Tops = -1
     """The same for the ids of the prompt from the second on."""
+    grammar: Annotated[str, msgspec.Meta(max_length=GRAMMAR_LIMIT)] = ""
+    """What the completion's text has to follow, in Lark as llguidance has it; empty for any text."""
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether draws depend on which ids there were before, beyond the model."""
+        return self.has_penalties or bool(self.grammar)
 
     @property
     def has_penalties(self) -> bool:
@@ -134,6 +143,10 @@ class Submit(Message, frozen=True):
     """Lower first. Batch uses 10 on a shared daemon."""
     label: Name = ""
     """The caller's name for it (custom id, HTTP request id), for logs and screens."""
+    affinity: Name = ""
+    """The caller's name for the conversation that it belongs to: a rank that has its earlier turns is preferred."""
+    cache_salt: Name = ""
+    """Cached prefixes are shared among requests with the same salt only."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -312,10 +325,15 @@ class StartPrefill(Message, frozen=True):
     queued_us: U53
     """How long it waited in the head."""
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    affinity: Name = ""
+    """As in Submit."""
+    cache_salt: Name = ""
+    """As in Submit."""
 
 
 class ReservePages(Message, frozen=True):
-    """Head to decode rank: room for a request whose prompt `prefill_rank` computes. No ids, only lengths."""
+    """Head to decode rank: room for a request whose prompt `prefill_rank` computes. Only lengths, no ids of the
+    prompt. Blob: with a grammar the ids of earlier attempts, which have followed it, int32[generated]; else empty."""
 
     request: U53
     attempt: U31
@@ -379,6 +397,17 @@ class DraftOrigin(Message, frozen=True):
     """Sum of proposed * accepted."""
 
 
+class PrefixCounts(Message, frozen=True):
+    """What a prefill rank's prefix cache did, in prompt ids of requests that may use it."""
+
+    queried: U53 = 0
+    hit: U53 = 0
+    """Not computed again."""
+    possible: U53 = 0
+    """What a cache of unlimited size on this rank, which had kept every page of every prompt, would have spared."""
+    evicted_pages: U53 = 0
+
+
 class RankSnapshot(Message, frozen=True):
     """A rank's state, newest wins, a few times a second."""
 
@@ -417,6 +446,18 @@ class RankSnapshot(Message, frozen=True):
     """Decode rank: of this life."""
     draft_origins: Annotated[tuple[DraftOrigin, ...], msgspec.Meta(max_length=DRAFT_ORIGINS)] = ()
     """Decode rank: the prefill ranks with most requests."""
+    pages_cached: U31 = 0
+    """Prefill rank: pages of the prefix cache. They are there for prompts as free ones are, unless `pages_pinned`."""
+    pages_pinned: U31 = 0
+    """Prefill rank: of `pages_cached`, those that running prompts use."""
+    slabs_cached: U31 = 0
+    prefix: PrefixCounts = PrefixCounts()
+    """Prefill rank: of this life."""
+
+    @property
+    def pages_available(self) -> int:
+        """Pages that a prompt or sequence can have at once: free ones, and cached ones that nobody uses."""
+        return self.pages_free + max(0, self.pages_cached - self.pages_pinned)
 
 
 class WriterOverdue(Message, frozen=True):
@@ -498,6 +539,8 @@ class PrefillCommitted(Message, frozen=True):
     post_us: U53
     timings: Timings
     first_scored: TokenScored | None = None
+    cached_tokens: U31 = 0
+    """Of `num_ids`, those that were not computed for it."""
 
 
 class EpochEnded(Message, frozen=True):
@@ -767,6 +810,8 @@ class StatusReport(Message, frozen=True):
     """How many may wait."""
     drafted: DraftCounts = DraftCounts()
     """Of all lives of all decode ranks."""
+    prefix: PrefixCounts = PrefixCounts()
+    """Of all lives of all prefill ranks."""
 
 
 class Shutdown(Message, frozen=True):
@@ -965,6 +1010,8 @@ class TrafficReport(Message, frozen=True):
     ttft_limit_us: U53 = 0
     """What the operator set under `[slo]`; 0: nothing."""
     itl_limit_us: U53 = 0
+    push_failures: U53 = 0
+    """Attempts that ranks ended with `transfer_failed` or `kv_corrupt`."""
 
 
 class AskRequests(Message, frozen=True):

@@ -36,10 +36,14 @@ META_LIMITS: dict[type[Message], int] = {
     messages.RebalanceAnswer: REPORT_LIMIT,
     messages.RequestsReport: REPORT_LIMIT,
     messages.EventsHappened: REPORT_LIMIT,
+    messages.Submit: META_LIMIT + messages.GRAMMAR_LIMIT,
+    messages.StartPrefill: META_LIMIT + messages.GRAMMAR_LIMIT,
+    messages.ReservePages: META_LIMIT + messages.GRAMMAR_LIMIT,
 }
-"""Bytes of a meta by message: what a head tells operators grows with ranks and requests. All others: META_LIMIT."""
-STR_LIMIT = 16 << 10
-"""Bytes of one string: 4,096 characters (`messages.Text`) of at most four bytes."""
+"""Bytes of a meta by message: what a head tells operators grows with ranks and requests, a grammar is as long as
+a client makes it. All others: META_LIMIT."""
+STR_LIMIT = messages.GRAMMAR_LIMIT
+"""Bytes of one string: those of a grammar; all others are shorter (`messages.Text`)."""
 ARRAY_LIMIT = 4096
 """Elements of one array: the longest tuple of any message."""
 
@@ -48,6 +52,7 @@ IDS_LIMIT = 4 << 20
 BLOB_LIMITS: dict[type[Message], int] = {
     messages.Submit: IDS_LIMIT,
     messages.StartPrefill: IDS_LIMIT,
+    messages.ReservePages: IDS_LIMIT,
     messages.TokensEmitted: 1 << 20,
     messages.LogprobsEmitted: 8 << 20,
     messages.PromptScored: 4 << 20,
@@ -64,7 +69,7 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.HeatReport: 16 << 20,
 }
 """Blob bytes by message; a message that is not here has no blob."""
-_INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill})
+_INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill, messages.ReservePages})
 _BLOB_BYTES: dict[type[Message], Callable[[Any], int]] = {
     messages.TokensEmitted: lambda m: 20 * m.num_rows + 4 * m.num_tokens,
     messages.LogprobsEmitted: lambda m: 28 * m.num_rows + 8 * m.num_tops,

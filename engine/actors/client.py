@@ -62,6 +62,7 @@ class Row:
     sampling: Sampling
     label: str = ""
     priority: int = 0
+    cache_salt: str = ""
     generated: array.array[int] = dataclasses.field(default_factory=lambda: array.array("i"))
     request: int = 0
     attempt: int = 0
@@ -161,6 +162,7 @@ class HeadClient:
             sampling=row.sampling,
             priority=row.priority,
             label=row.label,
+            cache_salt=row.cache_salt,
         )
         await self._frames.send(message, row.prompt + row.generated.tobytes())
         self._numbers = number

@@ -112,6 +112,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         max_model_tokens=config.max_model_tokens,
         ttft_limit_us=round(1e6 * config.slo.ttft_p90_s),
         itl_limit_us=round(1e6 * config.slo.itl_p99_s),
+        prefix_cache=config.prefix_cache and not config.replay_rows,
     )
     router = Router(routing)
     balancer = Balancer(
@@ -146,6 +147,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             is_stopping=router.is_draining,
             waiting_limit=limits.queue_requests,
             drafted=supervisor.drafted(),
+            prefix=supervisor.prefix(),
         )
 
     def shutdown(message: Shutdown, user: str) -> int:

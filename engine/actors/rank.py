@@ -301,6 +301,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
             draft_rows=draft.max_rows,
         ),
         checksums=identity.config.checksum_pushes,
+        prefix_cache=identity.config.prefix_cache,
     )
 
 

@@ -31,8 +31,11 @@ from engine.actors.forward import Forwarder
 from engine.actors.listing import list_requests
 from engine.actors.rows import RowTable
 from engine.actors.seats import Client, Entry, Part, Seat
+from engine.core.affinity import Affinities, affinity_key
 from engine.core.backlog import Backlog
+from engine.core.pace import Pace
 from engine.core.routing import BrokenPairs, Pair, can_ever_hold, choose_pair
+from engine.core.trace import trace_of
 from engine.core.traffic import Traffic
 from engine.errors import RemoteProtocolError, RequestRefused
 from engine.log import log_event
@@ -65,6 +68,8 @@ logger = logging.getLogger("engine.router")
 
 _PAIR_LOST = ("rank_lost", "transfer_failed", "kv_corrupt")
 """Failures that may lie between the two ranks: another pair is tried first for a while."""
+_PUSH_FAILED = ("transfer_failed", "kv_corrupt")
+"""Of these, the ones of pushes."""
 _CANCELLED_BY_OPERATOR = "an operator of the engine cancelled this request"
 
 
@@ -81,6 +86,9 @@ class RouterLimits:
     max_model_tokens: int
     ttft_limit_us: int = 0
     itl_limit_us: int = 0
+    queue_wait_s: float = 0.0
+    prefix_cache: bool = True
+    """Whether prefill ranks keep prompts: then a prompt goes where its beginning is."""
 
 
 class Router:
@@ -96,7 +104,9 @@ class Router:
         self._seats: dict[int, Seat] = {}
         self._next_client = 1
         self._broken = BrokenPairs()
+        self._affinities = Affinities()
         self._backlog: Backlog[Entry] = Backlog(max_requests=limits.queue_requests, max_ids=limits.queue_prompt_tokens)
+        self._pace = Pace()
         self._idle = trio.Event()
         self._idle.set()
         self._drained: set[int] = set()
@@ -202,7 +212,8 @@ class Router:
         except RequestRefused as refusal:
             self._traffic.refused += 1
             log_event(
-                logger, "info", "request.refuse", code=refusal.code, label=message.label or None, msg=str(refusal)
+                logger, "info", "request.refuse", code=refusal.code, label=message.label or None,
+                trace_id=trace_of(message.label), msg=str(refusal),
             )
             client.tell(
                 RequestFailed(
@@ -219,6 +230,8 @@ class Router:
         num_ids = len(blob) // 4
         now = trio.current_time()
         entry = Entry(number, client, message, num_ids, blob, now, client_name=client.name, state_at=now)
+        if self._limits.prefix_cache:
+            entry.affinity = affinity_key(message.affinity, message.cache_salt, blob)
         self._traffic.accepted += 1
         self._entries[number] = entry
         client.request_to_number[message.request] = number
@@ -238,6 +251,11 @@ class Router:
                 retryable=True,
             )
         full = self._backlog.why_full(len(blob) // 4)
+        if full is None and limits.queue_wait_s:
+            before = self._backlog.num_before(message.priority)
+            wait_s = self._pace.predict_s(before, trio.current_time())
+            if wait_s > limits.queue_wait_s:
+                full = f"{before} requests are before this one, some {wait_s:.1f} s (limits.queue_wait_s)"
         if full is not None:
             raise RequestRefused("queue_full", f"the engine is full: {full}", retryable=True)
 
@@ -309,6 +327,7 @@ class Router:
         if seat is None:
             return
         self._broken.forget(rank)
+        self._affinities.forget(rank)
         for number in list(seat.parts):
             entry = self._entries[number]
             seat.release(number)
@@ -347,9 +366,16 @@ class Router:
             is_first = message.attempt == 1 and entry.client is not None
             self._traffic.note_start(seat.turns, entry.number, message, entry.queued_at if is_first else None)
         if entry.prefill is not None and entry.prefill not in entry.awaited:
+            self._note_computed(entry, entry.prefill, message.cached_tokens)
             self._release(entry, entry.prefill)  # it has done its part
         if entry.client is not None:
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
+
+    def _note_computed(self, entry: Entry, rank: int, cached: int) -> None:
+        seat = self._seats.get(rank)
+        if entry.affinity and seat is not None and entry.number in seat.parts and not seat.is_drained:
+            num_ids, guessed = entry.num_ids, entry.guessed
+            self._affinities.note(entry.affinity, rank, num_ids=num_ids, guessed=guessed, cached=cached)
 
     def _finished(self, rank: int, message: RequestFinished) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
@@ -369,6 +395,7 @@ class Router:
         entry = self._lookup(rank, message.request, message.attempt)
         if entry is None or entry.is_aborting:
             return  # an aborting request ends by RequestAborted, which always comes
+        self._traffic.push_failures += message.code in _PUSH_FAILED
         if message.code in _PAIR_LOST and entry.prefill is not None and entry.decode is not None:
             self._broken.mark(entry.prefill, entry.decode, trio.current_time())
         self._release(entry, rank)
@@ -409,7 +436,9 @@ class Router:
         seat = self._seats.get(rank)
         if seat is not None:
             seat.is_drained = drained
-        if not drained:
+        if drained:
+            self._affinities.forget(rank)
+        else:
             self._dispatch()
 
     # ------------------------------------------------------------ the head
@@ -447,6 +476,10 @@ class Router:
 
     def _dispatch(self) -> None:
         """Places waiting requests, strictly in their order, as long as ranks may take more."""
+        self._place_all()
+        self._pace.note_line(trio.current_time(), is_empty=self._backlog.first() is None)
+
+    def _place_all(self) -> None:
         while True:
             entry = self._backlog.first()
             if entry is None:
@@ -464,6 +497,8 @@ class Router:
                     retryable=False,
                 )
                 continue
+            guesses, trust = self._guess(entry)
+            spared = {rank: int(guess * trust) for rank, guess in guesses.items()}
             pair = choose_pair(
                 prefill,
                 decode,
@@ -471,17 +506,28 @@ class Router:
                 max_tokens_total=entry.max_length,
                 rank_waiting=self._limits.rank_waiting,
                 broken=self._broken.current(trio.current_time()),
+                spared=spared,
             )
             if pair is None:
                 return
-            self._place(entry, pair)
+            entry.guessed = guesses.get(pair.prefill, 0)
+            self._place(entry, pair, spared.get(pair.prefill, 0))
 
-    def _place(self, entry: Entry, pair: Pair) -> None:
+    def _guess(self, entry: Entry) -> tuple[dict[int, int], float]:
+        """By rank, ids of the request's prompt that its cache may spare; how far such guesses are to be trusted."""
+        if not entry.affinity or entry.submit.sampling.prompt_logprobs >= 0:
+            return {}, 1.0  # a prompt whose log-probabilities are asked for is computed whole
+        held, trust = self._affinities.find(entry.affinity)
+        return {rank: min(ids, entry.num_ids - 1) for rank, ids in held.items()}, trust
+
+    def _place(self, entry: Entry, pair: Pair, spared: int) -> None:
+        """`spared`: ids of its prompt that need not be computed, probably."""
         self._backlog.remove(entry.number)
+        self._pace.note_taken(trio.current_time())
         source, sink = self._seats[pair.prefill], self._seats[pair.decode]
         entry.prefill, entry.decode = pair.prefill, pair.decode
         entry.state_at = trio.current_time()
-        source.take(entry.number, Part(entry.num_ids, -(-entry.num_ids // source.ready.page_tokens)))
+        source.take(entry.number, Part(entry.num_ids - spared, -(-entry.num_ids // source.ready.page_tokens)))
         sink.take(entry.number, Part(entry.max_length, -(-entry.max_length // sink.ready.page_tokens)))
         submit = entry.submit
         sink.tell(
@@ -493,7 +539,8 @@ class Router:
                 generated=submit.generated,
                 sampling=submit.sampling,
                 priority=submit.priority,
-            )
+            ),
+            entry.ids[len(entry.ids) - 4 * submit.generated :] if submit.sampling.grammar else b"",
         )
         source.tell(
             StartPrefill(
@@ -504,6 +551,8 @@ class Router:
                 sampling=submit.sampling,
                 queued_us=int((entry.state_at - entry.queued_at) * 1e6),
                 priority=submit.priority,
+                affinity=submit.affinity,
+                cache_salt=submit.cache_salt,
             ),
             entry.ids,
         )
@@ -539,6 +588,7 @@ class Router:
             "request.cancel" if is_cancelled else "request.fail",
             request=entry.number,
             label=submit.label or None,
+            trace_id=trace_of(submit.label),
             code=None if is_cancelled else code,
             msg=message,
             prefill_rank=entry.prefill,
@@ -601,6 +651,7 @@ class Router:
             "request.finish",
             request=entry.number,
             label=entry.submit.label or None,
+            trace_id=trace_of(entry.submit.label),
             reason=message.reason,
             prompt=started.prompt_tokens,
             cached=started.cached_tokens,

@@ -38,7 +38,7 @@ class Client:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a request costs on one of its ranks."""
+    """What a request costs on one of its ranks. `tokens`: as in `RankLoad`."""
 
     tokens: int
     pages: int
@@ -102,6 +102,8 @@ class Entry:
         client: None once the client needs to hear no more of it; `client_name` stays.
         state_at: when it came into the state that operators see.
         cancel_words: why it was cancelled, for the client.
+        affinity: its `core.affinity.affinity_key`; empty if no prompt is shared.
+        guessed: ids of its prompt that its prefill rank was thought to have, when it was placed there.
     """
 
     number: int
@@ -118,6 +120,8 @@ class Entry:
     client_name: str = ""
     state_at: float = 0.0
     cancel_words: str = "cancelled"
+    affinity: bytes = b""
+    guessed: int = 0
 
     @property
     def max_length(self) -> int:

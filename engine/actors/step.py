@@ -42,7 +42,7 @@ from engine.core.telemetry import Gauges, Meters
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
 from engine.log import log_event
 from engine.ports import Audited, Device, Ticket
-from transport.messages import FailureCode, Message
+from transport.messages import FailureCode, Message, ReservePages, StartPrefill
 from transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,8 @@ class StepLoop:
             elif isinstance(fact, DeviceFailed):
                 _give_up(side, fact.error, self._head)
             elif group is None or not group.take(fact):
+                if isinstance(fact, HeadFrame):
+                    _foresee(self._device, fact.message)
                 _handle(side, fact, self._links, now_us)
         deadline_us = side.next_deadline_us
         if deadline_us is not None and deadline_us <= now_us:
@@ -272,6 +274,12 @@ def _measure(meters: Meters, result: StepResult, submitted_us: collections.deque
         began_us = max(began_us, meters.last_step_us)
     meters.add_step(result.step, now_us - began_us, result.device_us)
     meters.last_step_us = now_us
+
+
+def _foresee(device: Device, message: Message) -> None:
+    """A request waits for pages or its prompt: time enough for a grammar to be compiled before its first token."""
+    if isinstance(message, StartPrefill | ReservePages) and message.sampling.grammar:
+        device.foresee(message.sampling.grammar)
 
 
 def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:

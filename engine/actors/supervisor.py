@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import trio
 
@@ -42,6 +42,7 @@ from transport.messages import (
     PairCounts,
     PeerDown,
     PeerUp,
+    PrefixCounts,
     RankHello,
     RankReady,
     RankSnapshot,
@@ -113,6 +114,7 @@ class Supervisor:
         self._balancer = balancer
         self._drains = Drains(roles)
         self._drafted_before = DraftCounts()
+        self._prefix_before = PrefixCounts()
         self._stopping = False
         self._stopped = trio.Event()
         self.became_ready = trio.Event()
@@ -161,6 +163,11 @@ class Supervisor:
         """What became of drafts, of all lives of all ranks."""
         present = (row.snapshot.drafted for row in self._rows.values() if row.snapshot is not None)
         return add_counts((self._drafted_before, *present))
+
+    def prefix(self) -> PrefixCounts:
+        """What prefix caches did, of all lives of all ranks."""
+        present = (row.snapshot.prefix for row in self._rows.values() if row.snapshot is not None)
+        return _add_prefix_counts((self._prefix_before, *present))
 
     def links(self) -> tuple[LinksReport, bytes]:
         """What living prefill ranks have pushed to whom, as they last said it."""
@@ -281,6 +288,7 @@ class Supervisor:
         row.state, row.phase, row.why = "starting", "", None
         if row.snapshot is not None:
             self._drafted_before = add_counts((self._drafted_before, row.snapshot.drafted))
+            self._prefix_before = _add_prefix_counts((self._prefix_before, row.snapshot.prefix))
         row.snapshot = row.ready = row.process = row.progress = row.pairs = None
         row.scope = trio.CancelScope()
         row.phases = PhaseReport(row.rank, row.role)
@@ -488,6 +496,11 @@ class Supervisor:
             raise RemoteProtocolError(f"accuses rank {message.rank}, which is no prefill rank")
         if writer.generation == message.generation and not self._stopping:
             writer.end(f"{message.pages} pages of decode rank {row.rank} are in quarantine until it is gone")
+
+
+def _add_prefix_counts(counts: Iterable[PrefixCounts]) -> PrefixCounts:
+    columns = zip(*((each.queried, each.hit, each.possible, each.evicted_pages) for each in counts), strict=True)
+    return PrefixCounts(*map(sum, columns))
 
 
 async def _finish_output(process: RankProcess, done: trio.Event) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.batch.job import Job, Refusal, Source
+from engine.faces.calls import CallReader
 from engine.faces.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, text_offsets
 from engine.faces.text import END_THINK, TextCodec
 
@@ -56,6 +57,8 @@ def render_answer(jobs: Sequence[Job], *, model: str) -> tuple[bytes, int]:
     told = job.row.prompt_told
     if job.kind == "chat" and job.wishes.prompt_logprobs >= 0 and told is not None and job.codec is not None:
         body["prompt_logprobs"] = prompt_logprobs(job.codec, _prompt_ids(job), told, job.wishes.prompt_logprobs)
+    if job.kind == "chat" and job.wishes.token_ids:
+        body["prompt_token_ids"] = _prompt_ids(job)
     response = {"status_code": 200, "request_id": f"req-{token}", "body": body}
     record = _record(job.source, response, None, engine)
     return _encoder.encode(record) + b"\n", total
@@ -119,26 +122,38 @@ def _render_choice(job: Job, first: Job, index: int) -> tuple[dict[str, Any], in
     assert ending is not None, "an answer that has not ended"
     text = job.end_text(drop_last=ending.drop_last)
     completion = len(job.row.generated) if job.stopped_at is None else job.stopped_at
-    reason = "stop" if job.stopped_at is not None else ending.reason
+    reason: str = "stop" if job.stopped_at is not None else ending.reason
     shown = completion - (ending.drop_last and job.stopped_at is None)
     choice: dict[str, Any] = {"index": index}
     if job.kind == "chat":
-        choice |= {"message": _message(job, text), "logprobs": _chat_logprobs(job, text, shown)}
+        message = _message(job, text)
+        if "tool_calls" in message and reason == "stop":
+            reason = "tool_calls"
+        choice |= {"message": message, "logprobs": _chat_logprobs(job, text, shown)}
     else:
         echoed = _echo(job)
         choice |= {"text": echoed + text, "logprobs": _completion_logprobs(job, first, echoed, text, shown)}
         told, tops = first.row.prompt_told, job.wishes.prompt_logprobs
         if tops >= 0 and told is not None and job.codec is not None:
             choice["prompt_logprobs"] = prompt_logprobs(job.codec, _prompt_ids(job), told, tops)
+        if job.wishes.token_ids:
+            choice["prompt_token_ids"] = _prompt_ids(job)
+    if job.wishes.token_ids:
+        choice["token_ids"] = job.row.generated[:completion].tolist()
     return {**choice, "finish_reason": reason}, completion
 
 
 def _message(job: Job, text: str) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     if job.thinking:
         # The prompt opened the reasoning; an answer that never closed it is reasoning to its end.
         thought, mark, rest = text.partition(END_THINK)
         message |= {"content": rest if mark else "", "reasoning_content": thought}
+    if job.may_call:
+        reader = CallReader()
+        text = reader.push(message["content"]) + reader.finish()
+        if reader.calls:
+            message |= {"content": text or None, "tool_calls": [call.render() for call in reader.calls]}
     return message
 
 

@@ -1,7 +1,7 @@
 """What a request body may hold: every field with its type, and the few that are only allowed to say nothing.
 
 A field that this engine does not know is ignored and reported. A field that it knows and can not honour is refused
-unless it asks for nothing (`best_of: 1`, `tools: []`), because a client must be able to rely on what it asked for.
+unless it asks for nothing (`best_of: 1`, `functions: []`), because a client must be able to rely on what it asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Annotated, Any
 import msgspec
 
 from engine.errors import RequestRefused
+from engine.faces.body import MOST_PRIORITY
 from engine.faces.chat import ChatMessage
+from engine.faces.grammar import ResponseFormat, StructuredOutputs
+from engine.faces.tools import ToolChoice, ToolList
 from transport.messages import BIAS_LIMIT, TOP_LIMIT
 
 MAX_STOPS = 16
@@ -61,20 +64,25 @@ FIELD_TO_TYPE: dict[str, Any] = {
     "top_logprobs": Tops,
     "prompt_logprobs": Tops,
     "echo": bool,
+    "return_token_ids": bool,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+    "tools": ToolList,
+    "tool_choice": ToolChoice,
+    "parallel_tool_calls": bool,
+    # How it is treated; its answer is the same.
+    "cache_salt": Annotated[str, msgspec.Meta(min_length=1, max_length=256)],
+    "priority": Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)],
     # Known, without effect on the answer.
     "user": str,
     # Known and not supported: only the values below are taken.
     "best_of": int,
     "stream": bool,
     "suffix": str,
-    "tools": list[msgspec.Raw],
     "functions": list[msgspec.Raw],
-    "tool_choice": str | dict[str, msgspec.Raw],
-    "response_format": dict[str, msgspec.Raw],
     "guided_json": msgspec.Raw,
     "guided_regex": str,
     "guided_choice": list[str],
-    "structured_outputs": dict[str, msgspec.Raw],
 }
 FIELD_TO_DECODER: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(type_) for name, type_ in FIELD_TO_TYPE.items()
@@ -83,19 +91,16 @@ FIELD_TO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
     "suffix": ("",),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": b'"text"'},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": ([],),
-    "structured_outputs": ({},),
 }
 """Values of unsupported fields that ask for nothing."""
 FIELD_TO_IDLE: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "echo": (False,),
+    "return_token_ids": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "min_p": (0,),
@@ -103,9 +108,21 @@ FIELD_TO_IDLE: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "response_format": (ResponseFormat("text"),),
+    "structured_outputs": (StructuredOutputs(),),
+    "tools": ([],),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
 }
 """Values of supported fields that say what their absence says, so that a line's digest is the same."""
-CHAT_ONLY = frozenset({"messages", "continue_final_message", "chat_template_kwargs", "max_completion_tokens"})
+TREATMENT = frozenset({"user", "cache_salt", "priority"})
+"""Fields that no answer depends on."""
+CHAT_ONLY = frozenset(
+    {
+        *("messages", "continue_final_message", "chat_template_kwargs", "max_completion_tokens"),
+        *("tools", "tool_choice", "parallel_tool_calls"),
+    }
+)
 COMPLETION_ONLY = frozenset({"prompt", "add_special_tokens", "best_of", "echo", "suffix"})
 BODY_KEYS = frozenset(FIELD_TO_TYPE)
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")

@@ -67,6 +67,7 @@ class Job:
         fed: ids that have become text.
         stopped_at: tokens of the completion when a stop string was complete; None before.
         thinking: the prompt asked the model to reason first.
+        may_call: the answer may hold calls of tools.
         ignored: fields of the body that this engine does not know.
         retries: further attempts that count against `--retry`.
         stalls: how often it was cancelled because no token came.
@@ -88,6 +89,7 @@ class Job:
     stops: StopSearch | None
     thinking: bool
     ignored: tuple[str, ...]
+    may_call: bool = False
     text: list[str] = dataclasses.field(default_factory=list)
     fed: int = 0
     stopped_at: int | None = None

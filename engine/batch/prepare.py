@@ -16,7 +16,7 @@ import msgspec
 
 from engine.actors.client import Row
 from engine.batch.envelope import Envelope, LineRefused, read_envelope
-from engine.batch.fields import FieldRefused, read_fields, says_nothing
+from engine.batch.fields import TREATMENT, FieldRefused, read_fields, says_nothing
 from engine.batch.identity import SeenIds, auto_id, digest
 from engine.batch.job import Choices, Job, Refusal, Source
 from engine.batch.lines import RAW_BYTES, RawLine
@@ -29,12 +29,15 @@ from engine.faces.body import (
     encode_prompt,
     list_stops,
     read_sampling,
+    read_treatment,
     read_wishes,
     spread_seeds,
     wants_thinking,
 )
+from engine.faces.grammar import read_grammar
 from engine.faces.stops import StopSearch
 from engine.faces.text import TextCodec
+from engine.faces.tools import read_tools
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -70,7 +73,7 @@ class Preparer:
         earlier: what an earlier run has done.
         seed: see BatchOptions.
         any_model: see BatchOptions.
-        priority: of every request.
+        priority: of every request; what a line says of its own is added.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class Preparer:
         asked = {
             name: value
             for name, value in values.items()
-            if name not in ("user", "model") and not says_nothing(name, value)
+            if name != "model" and name not in TREATMENT and not says_nothing(name, value)
         }
         return digest(
             self._limits.model_names[0].encode(), envelope.kind.encode(), msgspec.json.encode(asked, order="sorted")
@@ -179,7 +182,10 @@ class Preparer:
     def _make_job(self, source: Source, envelope: Envelope, values: dict[str, Any], ignored: tuple[str, ...]) -> Job:
         try:
             prompt = self._encode(envelope, values)
-            wishes = read_wishes(values, chat=envelope.kind == "chat")
+            is_chat = envelope.kind == "chat"
+            wishes = read_wishes(values, chat=is_chat)
+            thinking = is_chat and wants_thinking(values)
+            tools = read_tools(values) if is_chat else None
             sampling = read_sampling(
                 values,
                 len(prompt) // 4,
@@ -188,21 +194,30 @@ class Preparer:
                 seed=self._own_seed(source),
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 shorten=True,
+                grammar=read_grammar(values, self._codec, tools, thinking=thinking),
             )
         except BodyRefused as error:
             raise LineRefused(error.code, error.field_code, str(error)) from error
         except RequestRefused as error:
             raise LineRefused("bad_request", "invalid_field", str(error)) from error
         stops = list_stops(values)
+        treatment = read_treatment(values, priority=self._priority)
         jobs = [
             Job(
                 source=source,
                 place=self._places,
                 kind=envelope.kind,
-                row=Row(prompt, each, label=source.custom_id[:256], priority=self._priority),
+                row=Row(
+                    prompt,
+                    each,
+                    label=source.custom_id[:256],
+                    priority=treatment.priority,
+                    cache_salt=treatment.cache_salt,
+                ),
                 detokenizer=self._codec.detokenizer(skip_special=wishes.skip_special),
                 stops=StopSearch(stops) if stops else None,
-                thinking=envelope.kind == "chat" and wants_thinking(values),
+                thinking=thinking,
+                may_call=tools is not None,
                 ignored=ignored,
                 codec=self._codec,
                 wishes=wishes,

@@ -1,4 +1,4 @@
-"""Arena: a rank's pages and slabs, moved together as the memory of one request."""
+"""Arena: a rank's pages and slabs, moved together as the memory of one request, or of one cut of the prefix cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.core.pages import PagePool, PageState
 from engine.errors import LocalProtocolError
 
 Holding = tuple[tuple[int, ...], int, PageState, tuple[int, ...], PageState]
-"""Pages of a request, its slab (-1 for none) and their state; then further pages and theirs."""
+"""Pages of a request or of the prefix cache, their slab (-1 for none) and state; then further pages and theirs."""
 
 
 class Arena:
@@ -44,6 +44,13 @@ class Arena:
         self.pages.hold(pages)
         self.slabs.hold((slab,))
 
+    def cache(self, pages: tuple[int, ...], slab: int) -> None:
+        self.pages.cache(pages)
+        self.slabs.cache((slab,))
+
+    def evict(self, pages: tuple[int, ...], slab: int) -> None:
+        self.free(pages, slab, PageState.CACHED)
+
     def free(self, pages: tuple[int, ...], slab: int, source: PageState) -> None:
         self.pages.free(pages, source)
         self.slabs.free((slab,), source)
@@ -66,7 +73,7 @@ class Arena:
             for pool, held, units, wanted in parts:
                 if not held.isdisjoint(units):
                     twice = next(unit for unit in units if unit in held)
-                    raise LocalProtocolError(f"{pool.what} {twice} belongs to two requests")
+                    raise LocalProtocolError(f"{pool.what} {twice} is held twice")
                 held.update(units)
                 num_held += len(units)
                 other = pool.find_other(units, wanted)
@@ -74,4 +81,4 @@ class Arena:
                     raise LocalProtocolError(f"{pool.what} {other} is {pool.state_of(other).name}, not {wanted.name}")
         used = self.pages.total - self.pages.num_free + self.slabs.total - self.slabs.num_free
         if used != num_held:
-            raise LocalProtocolError(f"{used} pages and slabs are in use, {num_held} belong to requests")
+            raise LocalProtocolError(f"{used} pages and slabs are in use, {num_held} are held")

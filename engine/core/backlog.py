@@ -39,6 +39,10 @@ class Backlog(Generic[T]):
     def num_requests(self) -> int:
         return len(self._number_to_priority)
 
+    def num_before(self, priority: int) -> int:
+        """Items that go before one of this priority that comes now."""
+        return sum(len(line) for other, line in self._priority_to_line.items() if other <= priority)
+
     def why_full(self, num_ids: int) -> str | None:
         """What would be exceeded by one more item of `num_ids`, in words; None if there is room."""
         if self.num_requests >= self._max_requests:

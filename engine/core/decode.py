@@ -108,7 +108,7 @@ class DecodeSide:
         """A frame of the head. Raises RemoteProtocolError for one that a decode rank can not get."""
         match message:
             case ReservePages():
-                self._on_reserve(message, now_us)
+                self._on_reserve(message, bytes(blob), now_us)
             case Abort():
                 sequence = self.sequences.get((message.request, message.attempt))
                 if sequence is None:
@@ -350,15 +350,19 @@ class DecodeSide:
         history = num_history(reserve.num_ids, reserve.generated, sequence.limit)
         return count_pages(history, self.sizes.step.page_tokens)
 
-    def _on_reserve(self, message: ReservePages, now_us: int) -> None:
+    def _on_reserve(self, message: ReservePages, said: bytes, now_us: int) -> None:
         key = (message.request, message.attempt)
         if key in self.sequences:
             raise RemoteProtocolError(f"request {key}: ReservePages twice")
+        if len(said) != (4 * message.generated if message.sampling.grammar else 0):
+            raise RemoteProtocolError(
+                f"request {key}: {len(said)} bytes of ids for {message.generated} generated tokens"
+            )
         sizes = self.sizes
         limit = completion_limit(
             message.num_ids, message.generated, message.sampling.max_tokens, sizes.max_model_tokens
         )
-        sequence = Sequence(key, message, limit, now_us, self._next_order, sampling=message.sampling)
+        sequence = Sequence(key, message, limit, now_us, self._next_order, sampling=message.sampling, said=said)
         self._next_order += 1
         self.sequences[key] = sequence
         refusal = find_misfit(
@@ -397,6 +401,8 @@ class DecodeSide:
         is_unread = self.sizes.checksums and sequence.phase is DecodePhase.GRANTED
         if sequence.phase is DecodePhase.GRANTED:
             sequence.committed_us, sequence.commit, sequence.next_token = now_us, message, message.first_token
+            if sequence.sampling.grammar:
+                sequence.said += message.first_token.to_bytes(4, "little")
         self._move(sequence, DecodeEvent.COMMIT_UNREAD if is_unread else DecodeEvent.COMMIT)
 
     def _find_epoch(self, peer: PrefillLink, epoch: int, request: int) -> Sequence:
@@ -512,7 +518,8 @@ class DecodeSide:
         word = RequestStarted(
             *sequence.key,
             prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=0,
+            # What earlier attempts had generated may be cached too.
+            cached_tokens=min(commit.cached_tokens, sequence.prompt_tokens),
             prefill_rank=reserve.prefill_rank,
             decode_rank=self.sizes.rank,
             pushed_bytes=commit.pushed_bytes,

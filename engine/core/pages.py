@@ -21,7 +21,7 @@ class PageState(enum.IntEnum):
 
     FREE: nobody uses it. OWNED: this rank's device may read and write it. IN_FLIGHT: its request is over, but a
     submitted step still names it. GRANTED: a peer may write it now. QUARANTINED: its request is over, but a peer may
-    still write it. CACHED: holds a prefix that no running request uses (nothing enters this state yet).
+    still write it. CACHED: it belongs to the prefix cache, and is read only.
     """
 
     FREE = 0
@@ -44,7 +44,6 @@ ALLOWED: frozenset[tuple[PageState, PageState]] = frozenset(
         (PageState.GRANTED, PageState.QUARANTINED),
         (PageState.GRANTED, PageState.FREE),
         (PageState.QUARANTINED, PageState.FREE),
-        (PageState.CACHED, PageState.OWNED),
         (PageState.CACHED, PageState.FREE),
     }
 )
@@ -123,6 +122,10 @@ class PagePool:
     def hold(self, units: Iterable[int]) -> None:
         """Their request is over, a submitted step that names them is not."""
         self._mark(units, PageState.OWNED, PageState.IN_FLIGHT)
+
+    def cache(self, units: Iterable[int]) -> None:
+        """Their request is over, and what is in them stays."""
+        self._mark(units, PageState.OWNED, PageState.CACHED)
 
     def free(self, units: Iterable[int], source: PageState) -> None:
         """Gives units of state `source` back.

@@ -14,6 +14,20 @@ from transport.messages import Sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Base:
+    """Kept state that a prompt's first computed chunk goes on from. Copied by the device before it computes the chunk.
+
+    Attributes:
+        slab: its bytes become those of the chunk's own slab.
+        page: where the chunk begins inside a page, the page that holds what comes before; its bytes become those of the
+            chunk's page there. -1 where the chunk begins at a page's start.
+    """
+
+    slab: int
+    page: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """A stretch of one prompt to compute: ids [start, start + len(tokens)) of the request.
 
@@ -21,14 +35,16 @@ class PrefillChunk:
         request: cluster-wide request number, for traces.
         slab: state slab of the sequence (window rings, open compressor rows, trailing ids).
         start: position of the first id. 0 resets the slab's state.
-        tokens: little-endian int32 ids as bytes; a whole number of pages, but for the last chunk.
+        tokens: little-endian int32 ids as bytes; up to the end of a page, but for the last chunk.
         pages: page ids of the sequence in order, at least up to the chunk's end.
         sample: set on the last chunk only: sample the token that follows it. `sample.min_tokens` > 0 as in DecodeRow.
-        seen: with `sample.has_penalties`: all ids of the request, as bytes, of which the last `generated` are tokens of
-            earlier attempts. The slab's counts are made from them.
+        seen: with `sample.needs_seen`: all ids of the request, as bytes, of which the last `generated` are tokens of
+            earlier attempts. The slab's counts are made from them, and the grammar follows them.
         targets: where the request asks for its prompt's log-probabilities: the ids that follow each id of the chunk,
             as far as they are the prompt's; else None.
         target_tops: likeliest ids to tell at each of them.
+        base: what a chunk with `start` > 0 begins from, where no earlier chunk of the request was computed; else None.
+        keep: a slab whose bytes become those of the chunk's slab once it is computed; -1 for none.
     """
 
     request: int
@@ -41,6 +57,8 @@ class PrefillChunk:
     generated: int = 0
     targets: memoryview | None = None
     target_tops: int = 0
+    base: Base | None = None
+    keep: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +78,8 @@ class DecodeRow:
         sampling: how to choose the next token. Its draw is a function of (seed, position + 1). `min_tokens` > 0 in a
             plan says "no id that ends a text in this draw" (the end-of-text ids unless `ignore_eos`, and `stop_ids`):
             the planner counts, and gives 0 once the request's own minimum is reached.
+        said: with `sampling.grammar`: int32 ids of the completion up to the sequence's first row on this device. One
+            object as long as it is one sequence: by that the device knows that it has followed it.
     """
 
     request: int
@@ -68,6 +88,7 @@ class DecodeRow:
     token: int | None
     pages: tuple[int, ...]
     sampling: Sampling
+    said: bytes = b""
 
 
 Ints = npt.NDArray[np.int64]
@@ -83,6 +104,7 @@ class Roster:
         tables: int64[rows, widest], the page ids, filled up with zeros.
         ends: int64[rows], the position at which each sequence's last token would stand, which is never computed: no row
             may have a position of so much, drafted ones included. None: nobody drafts.
+        said: of each row, as in DecodeRow; empty where no row has a grammar.
     """
 
     requests: Ints
@@ -91,16 +113,21 @@ class Roster:
     sampling: tuple[Sampling, ...]
     tables: Ints
     ends: Ints | None = None
+    said: tuple[bytes, ...] = ()
 
 
 def build_roster(
-    requests: Ints, slabs: Ints, pages: tuple[tuple[int, ...], ...], sampling: tuple[Sampling, ...]
+    requests: Ints,
+    slabs: Ints,
+    pages: tuple[tuple[int, ...], ...],
+    sampling: tuple[Sampling, ...],
+    said: tuple[bytes, ...] = (),
 ) -> Roster:
     """A roster with its table of pages."""
     tables = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
     for line, units in zip(tables, pages, strict=True):
         line[: len(units)] = units
-    return Roster(requests, slabs, pages, sampling, tables)
+    return Roster(requests, slabs, pages, sampling, tables, said=said)
 
 
 class DecodeRows(Sequence[DecodeRow]):
@@ -125,6 +152,7 @@ class DecodeRows(Sequence[DecodeRow]):
             np.array([row.slab for row in rows], np.int64),
             tuple(row.pages for row in rows),
             tuple(row.sampling for row in rows),
+            tuple(row.said for row in rows) if any(row.sampling.grammar for row in rows) else (),
         )
         tokens = [-1 if row.token is None else row.token for row in rows]
         return cls(roster, np.array([row.position for row in rows], np.int64), np.array(tokens, np.int64))
@@ -147,15 +175,17 @@ class DecodeRows(Sequence[DecodeRow]):
             None if token < 0 else token,
             roster.pages[at],
             roster.sampling[at],
+            roster.said[at] if roster.said else b"",
         )
 
     def __iter__(self) -> Iterator[DecodeRow]:
         roster = self.roster
         columns = roster.requests.tolist(), roster.slabs.tolist(), self.positions.tolist(), self.tokens.tolist()
-        for request, slab, position, token, pages, sampling in zip(
-            *columns, roster.pages, roster.sampling, strict=True
+        said = roster.said or (b"",) * len(self)
+        for request, slab, position, token, pages, sampling, ids in zip(
+            *columns, roster.pages, roster.sampling, said, strict=True
         ):
-            yield DecodeRow(request, slab, position, None if token < 0 else token, pages, sampling)
+            yield DecodeRow(request, slab, position, None if token < 0 else token, pages, sampling, ids)
 
 
 IDLE_STEP = 0

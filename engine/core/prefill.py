@@ -19,6 +19,7 @@ from engine.core.links import PeerTable
 from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Prompt, RequestKey, build_failure, count_pages, find_misfit
+from engine.core.reuse import PrefixCache
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
 from engine.core.scores import find_score, split_prompt
 from engine.core.telemetry import Gauges
@@ -60,6 +61,7 @@ class PrefillSide:
     def __init__(self, sizes: SideSizes) -> None:
         self.sizes = sizes
         self.arena = Arena(sizes.num_pages, sizes.num_slabs)
+        self.cache = PrefixCache(self.arena, sizes.step.page_tokens, is_on=sizes.prefix_cache)
         self.schedule = Schedule()
         self.draining = False
         self.prompts: dict[RequestKey, Prompt] = {}
@@ -193,23 +195,23 @@ class PrefillSide:
     # ------------------------------------------------------------ steps
 
     def settle(self, now_us: int) -> None:
-        """Gives own pages to the prompts that wait for them, in order. Call before planning."""
+        """Gives memory to the prompts that wait for it, in order. Call before planning."""
         while self._queue:
             prompt = next(iter(self._queue.values()))
-            num_pages = count_pages(prompt.num_ids, self.sizes.step.page_tokens)
-            if not self.arena.has_room(num_pages):
+            if not self.cache.admit(prompt, now_us):
                 return
-            prompt.pages, prompt.slab = self.arena.allocate(num_pages)
             del self._queue[prompt.key]
             self._move(prompt, PrefillEvent.ADMIT)
             self.schedule.prompts.append(prompt)
 
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when no prompt has ids left to plan."""
-        plan = plan_step(self.schedule, self.sizes.step)
+        limits = self.sizes.step
+        self.cache.reserve(self.schedule.prompts[: limits.prompts], limits.chunk_tokens)
+        plan = plan_step(self.schedule, limits)
         if plan is not None:
             for prompt, num_ids, _ in self.schedule.flights[-1].chunks:
-                if prompt.planned == num_ids:
+                if prompt.planned == prompt.cached + num_ids:
                     prompt.submitted_us = now_us
         return plan
 
@@ -255,11 +257,12 @@ class PrefillSide:
 
     def gauges(self) -> Gauges:
         pages = self.arena.pages
+        cached = pages.count(PageState.CACHED)
         return Gauges(
             running=sum(p.phase is PrefillPhase.WORKING for p in self.prompts.values()),
             waiting=self._num_waiting,
             pages_free=pages.num_free,
-            pages_owned=pages.total - pages.num_free,
+            pages_owned=pages.total - pages.num_free - cached,
             pages_granted=0,
             pages_quarantined=0,
             pages_total=pages.total,
@@ -270,12 +273,17 @@ class PrefillSide:
             pushes=self._pushes,
             pushes_inflight=self._pushes_inflight,
             corrupt_pushes=0,
+            pages_cached=cached,
+            pages_pinned=self.cache.count_pinned_pages(),
+            slabs_cached=self.cache.num_cuts,
+            prefix=self.cache.counts(),
         )
 
     def check(self) -> None:
         """Raises LocalProtocolError unless all memory is accounted for. Costs O(pages)."""
-        owned = PageState.OWNED
-        self.arena.check((prompt.pages, prompt.slab, owned, (), owned) for prompt in self.prompts.values())
+        prompts = list(self.prompts.values())
+        self.arena.check(self.cache.holdings(prompts))
+        self.cache.check(prompts)
 
     # ------------------------------------------------------------ inside
 
@@ -400,9 +408,10 @@ class PrefillSide:
                     self._outbox.append(ToPeer(prompt.link, EpochEnded(prompt.key[0], prompt.grant.epoch)))
                 case Action.COMMIT:
                     self._commit(prompt, now_us)
+                case Action.FREE if event is PrefillEvent.COMPLETE:
+                    self.cache.donate(prompt, now_us)
                 case Action.FREE:
-                    self.arena.free(prompt.pages, prompt.slab, PageState.OWNED)
-                    prompt.pages, prompt.slab = (), -1
+                    self.cache.give_back(prompt)
                 case _:
                     raise LocalProtocolError(f"{action.name} is not an action of {event.value}")
 
@@ -439,5 +448,6 @@ class PrefillSide:
             post_us=prompt.post_us,
             timings=prompt.timings(now_us),
             first_scored=prompt.first_scored,
+            cached_tokens=prompt.cached,
         )
         self._outbox.append(ToPeer(prompt.link, word))

@@ -11,7 +11,10 @@ import dataclasses
 from collections.abc import Container
 
 from engine.core.handoff import DecodePhase, PrefillPhase
+from engine.core.plan import Base
+from engine.core.prefix import Cut
 from transport.messages import (
+    GRAMMAR_LIMIT,
     TEXT_LIMIT,
     FailureCode,
     FinishReason,
@@ -39,6 +42,11 @@ class Prompt:
         planned, computed: ids in submitted and in awaited steps.
         pushed: pages handed to a push; arrived: pages whose push is over.
         steps, pushes: submitted steps and running transfers that name its memory.
+        cached: ids that it has not to compute, since it goes on from `cut`; the pages that they fill are shared.
+        base: where its first chunk finds the state at `cached`.
+        branch: where it is to leave a branch cut, 0 for nowhere.
+        keeps: position to slab: states that are to be kept, or are, with the steps that come to there.
+        digests: of its ids at page ends.
     """
 
     key: RequestKey
@@ -58,6 +66,12 @@ class Prompt:
     arrived: int = 0
     steps: int = 0
     pushes: int = 0
+    cached: int = 0
+    cut: Cut | None = None
+    base: Base | None = None
+    branch: int = 0
+    keeps: dict[int, int] = dataclasses.field(default_factory=dict)
+    digests: list[bytes] = dataclasses.field(default_factory=list)
     first_token: int = -1
     first_scored: TokenScored | None = None
     pushed_bytes: int = 0
@@ -97,6 +111,8 @@ class Sequence:
         pushed_mask: bit p is set once page p of the prompt was written.
         told: (first page, pages, checksum) of each push, where pushes have checksums.
         next_token: the last token when it began to run.
+        said: with a grammar: ids of its completion when it began to run, int32 each. Until then those of earlier
+            attempts.
     """
 
     key: RequestKey
@@ -119,6 +135,7 @@ class Sequence:
     slot: int = -1
     steps: int = 0
     next_token: int = -1
+    said: bytes = b""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     reason: FinishReason | None = None
     commit: PrefillCommitted | None = None
@@ -181,6 +198,11 @@ def find_unfit_sampling(sampling: Sampling, vocab_size: int) -> str | None:
         return f"logit_bias: id {max(ids)} is outside the vocabulary ({vocab_size} ids)"
     if len(set(ids)) < len(ids):
         return "logit_bias: an id is there twice"
+    num_bytes = len(sampling.grammar.encode())
+    if num_bytes > GRAMMAR_LIMIT:
+        return f"the grammar has {num_bytes} bytes (limit {GRAMMAR_LIMIT})"
+    if num_bytes and (sampling.min_tokens or sampling.ignore_eos):
+        return "min_tokens, ignore_eos: a grammar alone says where its text may end"
     return None
 
 

@@ -7,7 +7,7 @@ the rank knows (pages in quarantine). Ties go to the lowest rank number, which k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 BROKEN_PAIR_S = 5.0
@@ -19,7 +19,7 @@ class RankLoad(NamedTuple):
 
     Attributes:
         requests: given to it and not ended there.
-        tokens: ids that these have to compute (prefill), or will hold at their longest (decode).
+        tokens: ids that these are expected to compute (prefill), or will hold at their longest (decode).
         pages: pages that these take at their longest.
         page_tokens, num_pages: its arena.
         quarantined_pages: of its last snapshot.
@@ -61,11 +61,15 @@ def choose_pair(
     max_tokens_total: int,
     rank_waiting: int,
     broken: frozenset[tuple[int, int]] = frozenset(),
+    spared: Mapping[int, int] | None = None,
 ) -> Pair | None:
     """The pair for a request, or None while no rank of a pool may take one more.
 
-    Prefill: least ids still to compute, for its queue runs one after another. Decode: first a rank whose free pages fit
-    the request now, then fewest sequences (a step's time grows with its rows), then fewest pages taken.
+    Prefill: least ids still to compute, this request's included, for its queue runs one after another. So a rank that
+    has the beginning of the prompt gets it unless its backlog is longer than another's by more ids than that spares.
+
+    Decode: first a rank whose free pages fit the request now, then fewest sequences (a step's time grows with its
+    rows), then fewest pages taken.
 
     Args:
         prefill, decode: ready ranks of each pool; drained ones are never chosen.
@@ -73,6 +77,7 @@ def choose_pair(
         max_tokens_total: length of the sequence at its longest.
         rank_waiting: requests that one rank may have at a time.
         broken: pairs (prefill, decode) to use only when there is no other.
+        spared: by prefill rank, ids of the request that it is expected to have in its cache; fewer than `num_ids`.
     """
     sources = _list_open(prefill, num_ids, rank_waiting)
     sinks = _list_open(decode, max_tokens_total, rank_waiting)
@@ -83,8 +88,9 @@ def choose_pair(
         room = load.num_pages - load.quarantined_pages - load.pages
         return (load.pages_for(max_tokens_total) > room, load.requests, load.pages, load.rank)
 
-    def prefill_cost(load: RankLoad) -> tuple[int, int, int]:
-        return (load.tokens, load.requests, load.rank)
+    def prefill_cost(load: RankLoad) -> tuple[int, int, int, int]:
+        known = spared.get(load.rank, 0) if spared else 0
+        return (load.tokens - known, -known, load.requests, load.rank)
 
     if broken:
         for source in sorted(sources, key=prefill_cost):

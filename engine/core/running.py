@@ -327,6 +327,7 @@ class Running:
             sampling=sampling,
             tables=self._tables[slots, : max(map(len, pages), default=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
+            said=tuple([each.said for each in sequences]) if any(each.said for each in sequences) else (),
         )
         may_stop, least = self._may_stop[slots], self._least[slots]
         return Lineup(

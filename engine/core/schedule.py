@@ -59,6 +59,7 @@ class SideSizes:
         grant_us: decode side: how long a grant may stay without any news of its writer.
         quarantine_share, cap_us, room_us: decode side: see `fence.Fence`. `room_us` bounds reading back, too.
         checksums: every push tells its checksum, and the decode side believes none before it was read back.
+        prefix_cache: prefill side: what prompts have computed stays for those that begin alike.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class SideSizes:
     room_us: int
     step: StepLimits
     checksums: bool = False
+    prefix_cache: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -183,20 +185,22 @@ def _read_counts(result: StepResult, tokens: npt.NDArray[np.int32], row_counts: 
 def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[PrefillChunk, ...]:
     chunks: list[PrefillChunk] = []
     budget = limits.chunk_tokens
-    while state.prompts and len(chunks) < limits.prompts:
-        prompt = state.prompts[0]
-        left = prompt.num_ids - prompt.planned
-        # Only a prompt's last chunk may end inside a page: a later one would start there, and a page is pushed once.
-        count = left if left <= budget else budget // limits.page_tokens * limits.page_tokens
-        if count == 0:
+    at = 0
+    while at < len(state.prompts) and len(chunks) < limits.prompts:
+        prompt = state.prompts[at]
+        end = _find_end(prompt, budget, limits.page_tokens)
+        count = end - prompt.planned
+        if count <= 0:
             break
-        is_last = count == left
-        end = prompt.planned + count
+        is_last = end == prompt.num_ids
         assert prompt.start is not None
         sampling = sampling_at(prompt.start.sampling, prompt.start.generated) if is_last else None
         tokens = prompt.ids[4 * prompt.planned : 4 * end]
         chunk = PrefillChunk(prompt.key[0], prompt.slab, prompt.planned, tokens, prompt.pages, sampling)
-        if sampling is not None and sampling.has_penalties:
+        if prompt.keeps or prompt.base is not None:
+            base = prompt.base if prompt.planned == prompt.cached else None
+            chunk = dataclasses.replace(chunk, base=base, keep=prompt.keeps.get(end, -1))
+        if sampling is not None and sampling.needs_seen:
             chunk = dataclasses.replace(chunk, seen=prompt.ids, generated=prompt.start.generated)
         tops = prompt.start.sampling.prompt_logprobs
         if tops >= 0:
@@ -209,5 +213,16 @@ def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[P
         flight.chunks.append((prompt, count, is_last))
         budget -= count
         if is_last:
-            state.prompts.pop(0)
+            state.prompts.pop(at)
+        elif end == prompt.branch:
+            at += 1  # one chunk of a prompt in a step: what is left of the budget is for others
     return tuple(chunks)
+
+
+def _find_end(prompt: Prompt, budget: int, page_tokens: int) -> int:
+    """Where the next chunk of a prompt ends, within so many ids: where it began if that is nowhere."""
+    # Only a prompt's last chunk may end inside a page: a page is pushed once, when it is finished.
+    end = prompt.planned + budget
+    end = prompt.num_ids if prompt.num_ids <= end else max(prompt.planned, end // page_tokens * page_tokens)
+    stops = prompt.planned < prompt.branch < end and prompt.branch in prompt.keeps
+    return prompt.branch if stops else end

@@ -9,7 +9,7 @@ from array import array
 import numpy as np
 
 from engine.core.drafted import DraftMeter
-from transport.messages import DraftCounts, RankSnapshot
+from transport.messages import DraftCounts, PrefixCounts, RankSnapshot
 
 
 class Histogram:
@@ -71,8 +71,8 @@ class Meters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauges:
-    """What a side of the hand-off says of itself. Page counts sum up to `pages_total`. `drafted`: borrowed, of a side
-    that may draft."""
+    """What a side of the hand-off says of itself. Page counts, but for `pages_pinned`, sum up to `pages_total`.
+    `drafted`: borrowed, of a side that may draft."""
 
     running: int
     waiting: int
@@ -89,6 +89,10 @@ class Gauges:
     pushes_inflight: int
     corrupt_pushes: int
     drafted: DraftMeter | None = None
+    pages_cached: int = 0
+    pages_pinned: int = 0
+    slabs_cached: int = 0
+    prefix: PrefixCounts = dataclasses.field(default_factory=PrefixCounts)
 
 
 def build_snapshot(
@@ -129,4 +133,8 @@ def build_snapshot(
         corrupt_pushes=gauges.corrupt_pushes,
         drafted=DraftCounts() if gauges.drafted is None else gauges.drafted.counts(),
         draft_origins=() if gauges.drafted is None else gauges.drafted.origins(),
+        pages_cached=gauges.pages_cached,
+        pages_pinned=gauges.pages_pinned,
+        slabs_cached=gauges.slabs_cached,
+        prefix=gauges.prefix,
     )

@@ -52,11 +52,13 @@ class Traffic:
         cancelled: given up by their clients, also by leaving, or by operators.
         prompt_tokens, cached_tokens: of started attempts, the cached ones among the others.
         generated_tokens: that reached somebody who waited for them.
+        push_failures: attempts that were lost on the way from the prefill rank to the decode rank.
     """
 
     def __init__(self, *, ttft_limit_us: int = 0, itl_limit_us: int = 0) -> None:
         self.accepted = self.refused = self.finished = self.failed = self.cancelled = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.push_failures = 0
         self.ttft, self.itl, self.handoff = LatencyCounts(), LatencyCounts(), LatencyCounts()
         self._ttft_limit_us, self._itl_limit_us = ttft_limit_us, itl_limit_us
         self._watches = (
@@ -122,4 +124,5 @@ class Traffic:
             handoff=self.handoff.counts(),
             ttft_limit_us=self._ttft_limit_us,
             itl_limit_us=self._itl_limit_us,
+            push_failures=self.push_failures,
         )

@@ -14,9 +14,11 @@ import msgspec
 from engine.errors import RequestRefused
 from engine.faces.chat import encode_chat
 from engine.faces.text import TextCodec, pack_ids
+from engine.faces.tools import read_tools
 from transport.messages import Sampling
 
 SEED_MASK = 2**53 - 1
+MOST_PRIORITY = 100
 
 
 class BodyRefused(RequestRefused):
@@ -42,12 +44,29 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wishes:
-    """What an answer is to hold beside the text; -1 for no log-probabilities, else how many likeliest tokens."""
+    """What an answer is to hold beside the text; -1 for no log-probabilities, else how many likeliest tokens.
+    `token_ids`: the ids of prompt and completion.
+    """
 
     logprobs: int = -1
     prompt_logprobs: int = -1
     echo: bool = False
     skip_special: bool = True
+    token_ids: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Treatment:
+    """How a request is treated, whatever its answer: see `transport.messages.Submit`."""
+
+    priority: int = 0
+    cache_salt: str = ""
+
+
+def read_treatment(values: Mapping[str, Any], *, priority: int = 0) -> Treatment:
+    """`priority`: what the body's own is added to."""
+    wanted = priority + values.get("priority", 0)
+    return Treatment(max(-MOST_PRIORITY, min(MOST_PRIORITY, wanted)), values.get("cache_salt", ""))
 
 
 def wants_thinking(values: Mapping[str, Any]) -> bool:
@@ -77,12 +96,16 @@ def encode_messages(codec: TextCodec, values: Mapping[str, Any], bounds: Bounds)
         for message in messages
         for part in ([message.content] if isinstance(message.content, str) else message.content or ())
     )
+    tools = read_tools(values)
+    functions = () if tools is None else tools.shown
+    num_characters += len(msgspec.json.encode(functions)) // 4  # UTF-8 has at most four bytes for a character
     _check_fits(codec, num_characters, bounds)
     return encode_chat(
         codec,
         messages,
         thinking=wants_thinking(values),
         continue_final=values.get("continue_final_message", False),
+        functions=functions,
     )
 
 
@@ -124,6 +147,7 @@ def read_sampling(
     seed: int,
     default_max_tokens: int,
     shorten: bool,
+    grammar: str = "",
 ) -> Sampling:
     """How tokens are chosen.
 
@@ -132,6 +156,7 @@ def read_sampling(
         seed: in force if the body has none.
         default_max_tokens: the same; what does not fit beside the prompt is left out.
         shorten: `max_tokens` that does not fit beside the prompt is shortened, not refused.
+        grammar: what the text has to follow, see `read_grammar`.
 
     Raises:
         BodyRefused: there is no room for an answer, or fields contradict each other.
@@ -174,6 +199,7 @@ def read_sampling(
         biases=tuple(biases.values()),
         logprobs=wishes.logprobs,
         prompt_logprobs=max(wishes.prompt_logprobs, wishes.logprobs if wishes.echo else -1),
+        grammar=grammar,
     )
 
 
@@ -216,6 +242,7 @@ def read_wishes(values: Mapping[str, Any], *, chat: bool) -> Wishes:
         prompt_logprobs=values.get("prompt_logprobs", -1),
         echo=values.get("echo", False),
         skip_special=values.get("skip_special_tokens", True),
+        token_ids=values.get("return_token_ids", False),
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from engine.errors import RequestRefused
 from engine.faces.text import ASSISTANT, DSML, END_THINK, THINK, USER, TextCodec
+from engine.faces.tools import Function, describe_tools
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -46,7 +47,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 def encode_chat(
-    codec: TextCodec, messages: Sequence[ChatMessage], *, thinking: bool = False, continue_final: bool = False
+    codec: TextCodec,
+    messages: Sequence[ChatMessage],
+    *,
+    thinking: bool = False,
+    continue_final: bool = False,
+    functions: Sequence[Function] = (),
 ) -> bytes:
     """The prompt that asks for the next answer: int32[num_ids].
 
@@ -55,15 +61,23 @@ def encode_chat(
         messages: the conversation, at least one message.
         thinking: the model reasons first.
         continue_final: the last message is the beginning of the answer; the model goes on from it.
+        functions: what the answer may call. They are described behind the system's text.
 
     Raises:
         RequestRefused: `bad_request`, naming the message, for a role or content that the format has no place for.
     """
-    return codec.encode_segments(chat_segments(codec, messages, thinking=thinking, continue_final=continue_final))
+    return codec.encode_segments(
+        chat_segments(codec, messages, thinking=thinking, continue_final=continue_final, functions=functions)
+    )
 
 
 def chat_segments(
-    codec: TextCodec, messages: Sequence[ChatMessage], *, thinking: bool = False, continue_final: bool = False
+    codec: TextCodec,
+    messages: Sequence[ChatMessage],
+    *,
+    thinking: bool = False,
+    continue_final: bool = False,
+    functions: Sequence[Function] = (),
 ) -> list[str | int]:
     """As `encode_chat`, before the text is encoded: str is text of the user, int a named token."""
     if not messages:
@@ -73,7 +87,11 @@ def chat_segments(
     user, assistant, answer = (_id(codec, name) for name in (USER, ASSISTANT, END_THINK))
     segments: list[str | int] = [codec.bos_id]
     previous = ""
+    systems = next((n for n, each in enumerate(messages) if each.role not in ("system", "developer")), len(messages))
     for place, message in enumerate(messages):
+        if functions and place == systems:
+            segments += ["\n\n"] if systems else []
+            segments += describe_tools(codec, functions)
         where = f"messages[{place}]"
         text = message_text(message, where)
         match message.role:
@@ -93,6 +111,8 @@ def chat_segments(
                     "bad_request", f"{where}.role: {role[:64]!r} is not one of system, developer, user, assistant, tool"
                 )
         previous = "system" if message.role == "developer" else message.role
+    if functions and systems == len(messages):
+        segments += ["\n\n", *describe_tools(codec, functions)]
     if not continue_final:
         segments += [assistant, _id(codec, THINK) if thinking else answer]
     return segments

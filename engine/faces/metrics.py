@@ -47,6 +47,7 @@ def metrics_text(status: StatusReport, experts: ExpertsReport, traffic: TrafficR
     metrics = (
         _cluster_metrics(status, experts),
         _rank_metrics(status.ranks),
+        _prefix_metrics(status),
         _traffic_metrics(traffic, status.model),
         _draft_metrics(status.drafted, status.model),
         _eplb_metrics(experts.parts, now_s),
@@ -103,6 +104,67 @@ def _rank_metrics(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
         "Pushes that arrived with another checksum than they were sent with, of all decode ranks' present lives.",
         value=corrupt,
     )
+    yield from _pool_metrics(ranks)
+
+
+def _pool_metrics(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
+    """The worst of each pool, by the ranks' last words; a pool without any is absent. Ranks one by one are for
+    `engine ranks`."""
+    pools = {
+        pool: [rank.snapshot for rank in ranks if rank.role == pool and rank.snapshot is not None]
+        for pool in ("prefill", "decode")
+    }
+    for name, text, field, units in (
+        ("progress_age_seconds", "Longest time since a rank with work finished a step.", "step_age_ms", 1e3),
+        ("step_p99_seconds", "99th percentile of the last 1,024 steps of the slowest rank.", "step_us_p99", 1e6),
+        ("loop_lag_p99_seconds", "How late a rank's loop wakes, 99th percentile, worst rank.", "loop_lag_us_p99", 1e6),
+    ):
+        family = GaugeMetricFamily(f"engine:{name}", text, labels=["pool"])
+        for pool, snapshots in pools.items():
+            if snapshots:
+                family.add_metric([pool], max(getattr(snapshot, field) for snapshot in snapshots) / units)
+        yield family
+    pushing = pools["prefill"]
+    for name, text, field in (
+        ("pd_pushes", "Writes of pages and slabs, of all prefill ranks' present lives.", "pushes"),
+        ("pd_push_bytes", "Bytes of these.", "pushed_bytes"),
+    ):
+        value = sum(getattr(snapshot, field) for snapshot in pushing)
+        yield CounterMetricFamily(f"engine:{name}", text, value=value)
+    yield GaugeMetricFamily(
+        "engine:pd_push_inflight", "Writes under way.", value=sum(snapshot.pushes_inflight for snapshot in pushing)
+    )
+
+
+def _prefix_metrics(status: StatusReport) -> Iterator[Metric]:
+    """Of prefill ranks, in ids of prompts; nothing here is reckoned."""
+    names, labels = ["model_name", "engine"], [status.model, "0"]
+    counts = status.prefix
+    for name, text, value in (
+        ("queries", "Ids of prompts that were looked up.", counts.queried),
+        ("hits", "Of these, ids that were not computed again.", counts.hit),
+    ):
+        family = CounterMetricFamily(f"vllm:prefix_cache_{name}", text, labels=names)
+        family.add_metric(labels, value)
+        yield family
+    yield CounterMetricFamily(
+        "engine:prefix_hit_possible_tokens",
+        "Of these, ids that a cache of any size would not have computed again: an earlier prompt of the same rank"
+        " had the whole pages.",
+        value=counts.possible,
+    )
+    yield CounterMetricFamily(
+        "engine:prefix_cache_evicted_pages", "Pages that were given up for others.", value=counts.evicted_pages
+    )
+    snapshots = [rank.snapshot for rank in status.ranks if rank.snapshot is not None]
+    pinned = sum(snapshot.pages_pinned for snapshot in snapshots)
+    pages = GaugeMetricFamily(
+        "engine:prefix_cache_pages", "Pages that hold past prompts; unpinned ones are there for others.",
+        labels=["state"],
+    )  # fmt: skip
+    pages.add_metric(["pinned"], pinned)
+    pages.add_metric(["unpinned"], sum(snapshot.pages_cached for snapshot in snapshots) - pinned)
+    yield pages
 
 
 def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
@@ -119,6 +181,14 @@ def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
     yield known(CounterMetricFamily, "prompt_tokens", "Of started attempts, cached ones too.", traffic.prompt_tokens)
     yield known(CounterMetricFamily, "prompt_tokens_cached", "Of these, the cached ones.", traffic.cached_tokens)
     yield known(CounterMetricFamily, "generation_tokens", "Sent to clients.", traffic.generated_tokens)
+    tokens = CounterMetricFamily(
+        "engine:tokens", "By what they cost: ids of prompts that were cached, or computed; ids sent to clients.",
+        labels=["kind"],
+    )  # fmt: skip
+    tokens.add_metric(["cached"], traffic.cached_tokens)
+    tokens.add_metric(["new"], traffic.prompt_tokens - traffic.cached_tokens)
+    tokens.add_metric(["output"], traffic.generated_tokens)
+    yield tokens
     family = HistogramMetricFamily(
         "vllm:time_to_first_token_seconds",
         f"From a request's acceptance to its first token, in the head. {_SUM_TEXT}",
@@ -147,6 +217,10 @@ def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
     for result in ANSWERS:
         answers.add_metric([result], getattr(traffic, result))
     yield answers
+    yield CounterMetricFamily(
+        "engine:pd_failures", "Attempts lost between prefill and decode rank; each may be repeated.",
+        value=traffic.push_failures,
+    )  # fmt: skip
     yield GaugeMetricFamily("engine:waiting_tokens", "Prompt tokens that wait.", value=traffic.waiting_tokens)
 
 

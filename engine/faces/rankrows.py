@@ -148,4 +148,4 @@ def _used_share(status: RankStatus) -> float:
     snapshot = status.snapshot
     if snapshot is None or not snapshot.pages_total:
         return 0.0
-    return (snapshot.pages_total - snapshot.pages_free) / snapshot.pages_total
+    return (snapshot.pages_total - snapshot.pages_available) / snapshot.pages_total

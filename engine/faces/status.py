@@ -81,7 +81,7 @@ def _rank_cells(rank: RankStatus) -> list[RenderableType]:
     snapshot = rank.snapshot
     if snapshot is None:
         return [name, state, *["-"] * 7, age]
-    used = snapshot.pages_total - snapshot.pages_free
+    used = snapshot.pages_total - snapshot.pages_available
     return [
         name,
         state,

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from engine.config import HttpConfig
+from engine.core.trace import read_parent
 from engine.front.bodies import ClientLeft, Served
 from engine.front.connection import CONNECTION, FrontConnection
 from engine.front.counts import FrontCounts
@@ -29,6 +30,7 @@ from engine.front.generation import Generation
 from engine.front.guard import Guard
 from engine.front.headlink import HeadLink
 from engine.front.replies import HttpError, send_response
+from engine.front.spans import SpanExporter, Traced
 from engine.log import log_event
 
 logger = logging.getLogger("engine.front")
@@ -40,7 +42,9 @@ BODIES = 8
 """So many bodies of the largest size may be on their way in or being prepared."""
 LONGEST_RETRY_AFTER_S = 60
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_TRACE = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_CONVERSATION = re.compile(rb"[\x20-\x7e]{1,256}")
+_CONVERSATION_HEADERS = (b"x-session-id", b"x-correlation-id", b"x-session-affinity")
+"""Names that clients give to a conversation; the first that is there counts."""
 _EXCHANGE = "engine.exchange"
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 """Asked by those who have no keys."""
@@ -54,7 +58,10 @@ class Exchange:
     Attributes:
         headers: by lower-case name; of several, the last.
         label: what the head and its screens call it: the request's id, and the caller's trace.
+        affinity: the caller's name for the conversation; empty for none.
         facts: what is logged when it has ended; None for requests of no interest.
+        parent: the caller's trace, see `read_parent`.
+        generation: what was computed for it, if anything.
     """
 
     def __init__(self, scope: Any) -> None:
@@ -62,9 +69,12 @@ class Exchange:
         asked = self.headers.get(b"x-request-id", b"")
         self.request_id = asked.decode() if _REQUEST_ID.fullmatch(asked) else f"req-{secrets.token_hex(12)}"
         parent = self.headers.get(b"traceparent", b"")
-        trace = _TRACE.fullmatch(parent)
-        self.trace_id = trace[1].decode() if trace else None
-        self.label = f"{self.request_id} {parent.decode()}" if trace else self.request_id
+        self.parent = read_parent(parent.decode("latin-1"))
+        self.trace_id = self.parent[0] if self.parent is not None else None
+        self.label = f"{self.request_id} {parent.decode()}" if self.parent is not None else self.request_id
+        self.generation: Generation | None = None
+        named = next((self.headers[name] for name in _CONVERSATION_HEADERS if name in self.headers), b"")
+        self.affinity = named.decode() if _CONVERSATION.fullmatch(named) else ""
         self.connection: FrontConnection = scope["extensions"][CONNECTION]
         self.began_at = time.monotonic()
         self.status = 0
@@ -83,6 +93,7 @@ class Front:
     Attributes:
         is_draining: new generations are refused.
         generations: those under way.
+        spans: takes what has ended, where somebody collects traces.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class Front:
         self.counts = counts
         self.progress_s = progress_s
         self.is_draining = False
+        self.spans: SpanExporter | None = None
         self.generations: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -177,7 +189,7 @@ class Front:
         finally:
             self._body_bytes -= size
 
-    async def prepare(self, size: int, work: Callable[[], T]) -> T:
+    async def prepare(self, size: float, work: Callable[[], T]) -> T:
         """Work on a body of so many bytes: here if it is short, else in a thread."""
         if size <= INLINE_BYTES:
             return work()
@@ -243,6 +255,8 @@ class Front:
             self.counts.add_answer(exchange.route, exchange.status or 499)
             if exchange.facts is not None:
                 self._log(exchange, exchange.facts)
+                if self.spans is not None:
+                    self.spans.add(_trace(exchange))
 
     def _check(self, scope: Any, exchange: Exchange) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope["raw_path"])
@@ -262,6 +276,18 @@ class Front:
             route=exchange.route, status=exchange.status, request_id=exchange.request_id, trace_id=exchange.trace_id,
             **facts, total_ms=total_ms,
         )  # fmt: skip
+
+
+def _trace(exchange: Exchange) -> Traced:
+    """The request as a trace has it."""
+    generation = exchange.generation
+    started = None if generation is None else generation.choices[0].ask.started
+    return Traced(
+        exchange.route, exchange.request_id, exchange.parent, exchange.status or 499,
+        began_at=exchange.began_at, submitted_at=0.0 if generation is None else generation.began_at,
+        first_token_at=0.0 if generation is None else generation.first_token_at, ended_at=time.monotonic(),
+        started=started,
+    )  # fmt: skip
 
 
 def _of_router(error: HTTPException, scope: Any) -> HttpError:

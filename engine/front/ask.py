@@ -45,6 +45,8 @@ class Ask:
         generated: int32 ids of the completion so far.
         request, attempt: number on the present connection, and submissions so far.
         started: the engine's account of the latest attempt that got so far.
+        affinity, cache_salt, priority: as in `Submit`.
+        handoff_us: as in `RequestFinished`; None before.
         told, prompt_told: log-probabilities of `generated` and of the prompt, where `sampling` asks for them.
     """
 
@@ -58,3 +60,7 @@ class Ask:
     started: RequestStarted | None = None
     told: Told | None = None
     prompt_told: Told | None = None
+    affinity: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    handoff_us: int | None = None

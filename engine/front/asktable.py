@@ -86,6 +86,7 @@ class AskTable:
                         f" but {len(ask.generated)} came"
                     )
                 del self._asks[fact.request]
+                ask.handoff_us = fact.handoff_us
                 if ask.owner is not None:
                     self._touched[ask.owner] = None
                     ask.owner.ask_finished(ask, fact.reason)

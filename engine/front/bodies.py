@@ -21,16 +21,20 @@ from engine.errors import RequestRefused
 from engine.faces.body import (
     BodyRefused,
     Bounds,
+    Treatment,
     Wishes,
     encode_messages,
     encode_prompt,
     list_stops,
     read_sampling,
+    read_treatment,
     read_wishes,
     spread_seeds,
     wants_thinking,
 )
+from engine.faces.grammar import read_grammar
 from engine.faces.text import TextCodec
+from engine.faces.tools import read_tools
 from engine.front.replies import HttpError, refuse_field
 from transport.messages import Sampling
 
@@ -40,6 +44,8 @@ COMPLETION_MAX_TOKENS = 16
 """Of a completion that says none, as clients of that surface expect."""
 IGNORED_NAMES = 32
 """At most so many ignored fields are named in the response's header."""
+COMPILED_FIELDS = (b'"response_format"', b'"structured_outputs"', b'"tools"')
+"""A body with one of them may hold a grammar, which takes a while to compile however short it is."""
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _as_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _as_bool = msgspec.json.Decoder(bool)
@@ -79,6 +85,7 @@ class Wanted:
         prompts: int32[num_ids] each.
         samplings: of each prompt, one for each of its choices.
         ignored: fields that mean nothing here.
+        may_call: answers may hold calls of tools.
     """
 
     is_chat: bool
@@ -89,8 +96,10 @@ class Wanted:
     samplings: tuple[tuple[Sampling, ...], ...]
     stops: tuple[str, ...]
     wishes: Wishes
+    treatment: Treatment
     thinking: bool
     ignored: tuple[str, ...]
+    may_call: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -188,6 +197,9 @@ def read_wanted(data: bytes, served: Served, http: HttpConfig, *, is_chat: bool)
             prompts = [encode_messages(served.codec, values, served.bounds)]
         else:
             prompts = _encode_prompts(values, served, http)
+        thinking = is_chat and wants_thinking(values)
+        tools = read_tools(values) if is_chat else None
+        grammar = read_grammar(values, served.codec, tools, thinking=thinking)
         choices = values.get("n", 1)
         if choices * len(prompts) > http.choices:
             raise refuse_field(
@@ -206,6 +218,7 @@ def read_wanted(data: bytes, served: Served, http: HttpConfig, *, is_chat: bool)
                         seed=secrets.randbits(53),
                         default_max_tokens=http.default_max_tokens if is_chat else COMPLETION_MAX_TOKENS,
                         shorten=False,
+                        grammar=grammar,
                     ),
                     choices,
                 )
@@ -228,7 +241,9 @@ def read_wanted(data: bytes, served: Served, http: HttpConfig, *, is_chat: bool)
         samplings=samplings,
         stops=tuple(list_stops(values)),
         wishes=wishes,
-        thinking=is_chat and wants_thinking(values),
+        treatment=read_treatment(values),
+        thinking=thinking,
+        may_call=tools is not None,
         ignored=ignored,
     )
 

@@ -1,7 +1,8 @@
 """Choice: one answer of a request, from ids to text that can be shown, and what is told of its tokens.
 
 Text is shown as soon as it is settled: never a part of a character, never what may become a stop string. An id that
-ends the text stands for no text. Where the prompt opened the reasoning, the text up to its end is kept apart.
+ends the text stands for no text. Where the prompt opened the reasoning, the text up to its end is kept apart, and where
+tools may be called so are whole calls.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.actors.told import Told
+from engine.faces.calls import Call, CallReader
 from engine.faces.stops import StopSearch
 from engine.faces.text import END_THINK, TextCodec
 from engine.front.ask import Ask
@@ -21,15 +23,35 @@ class Choice:
     Attributes:
         index: among the choices of its request.
         ask: what the head is asked for it.
-        reason: `stop` or `length`; None while it goes on.
+        reason: `stop`, `length` or `tool_calls`; None while it goes on.
         tokens: ids that count: those up to a stop string, or all.
         lag: tokens that came since the writer last looked.
         text_length: characters of the text so far, shown or not.
     """
 
     __slots__ = (
-        "_codec", "_detokenizer", "_fed", "_held_thought", "_offsets", "_stops", "_text", "_thinking", "_thought",
-        "_tops_at", "_wants_scores", "ask", "begun", "index", "lag", "reason", "scored", "text_length", "tokens",
+        "_calls",
+        "_calls_at",
+        "_codec",
+        "_detokenizer",
+        "_fed",
+        "_held_thought",
+        "_ids_at",
+        "_offsets",
+        "_stops",
+        "_text",
+        "_thinking",
+        "_thought",
+        "_tops_at",
+        "_wants_scores",
+        "ask",
+        "begun",
+        "index",
+        "lag",
+        "reason",
+        "scored",
+        "text_length",
+        "tokens",
         "visible",
     )  # fmt: skip
 
@@ -43,6 +65,7 @@ class Choice:
         skip_special: bool,
         thinking: bool,
         wants_scores: bool,
+        may_call: bool = False,
     ) -> None:
         self.index = index
         self.ask = ask
@@ -64,9 +87,12 @@ class Choice:
         self._thought: list[str] = []
         self._thinking = thinking
         self._held_thought = ""
+        self._calls = CallReader() if may_call else None
+        self._calls_at = 0
         self._wants_scores = wants_scores
         self._offsets: list[int] = []
         self._tops_at = 0
+        self._ids_at = 0
 
     def feed(self) -> bool:
         """Takes the ids that came. True if a stop string is complete now: nothing more is wanted."""
@@ -90,9 +116,9 @@ class Choice:
             if self._stops is not None:
                 self._show(self._stops.finish())
             self.reason = reason
-        if self._held_thought:
-            self._thought.append(self._held_thought)
-            self._held_thought = ""
+            self._let_go()
+            if self._calls is not None and self._calls.calls and reason == "stop":
+                self.reason = "tool_calls"
 
     def _push(self, text: str, *, is_token: bool) -> None:
         if self._wants_scores and is_token:
@@ -104,23 +130,36 @@ class Choice:
         self._show(self._stops.push(text))
         if self._stops.matched is not None:
             self.reason = "stop"
-            if self._held_thought:
-                self._thought.append(self._held_thought)
-                self._held_thought = ""
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """No text follows: what was held back was what it seemed to be."""
+        if self._held_thought:
+            self._thought.append(self._held_thought)
+            self._held_thought = ""
+        if self._calls is not None and (text := self._calls.finish()):
+            self._text.append(text)
+
+    def _say(self, text: str) -> None:
+        """Text behind the reasoning."""
+        if self._calls is not None:
+            text = self._calls.push(text)
+        if text:
+            self._text.append(text)
 
     def _show(self, text: str) -> None:
         if not text:
             return
         self.visible += len(text)
         if not self._thinking:
-            self._text.append(text)
+            self._say(text)
             return
         pending = self._held_thought + text
         thought, mark, rest = pending.partition(END_THINK)
         if mark:
             self._thinking, self._held_thought = False, ""
             self._thought.append(thought)
-            self._text.append(rest)
+            self._say(rest)
             return
         sizes = range(min(len(END_THINK) - 1, len(pending)), 0, -1)
         keep = next((size for size in sizes if END_THINK.startswith(pending[-size:])), 0)
@@ -132,7 +171,18 @@ class Choice:
     @property
     def has_news(self) -> bool:
         """Whether there is something to show."""
-        return bool(self._text or self._thought) or (not self.begun and self._fed > 0)
+        return bool(self._text or self._thought or self._has_calls) or (not self.begun and self._fed > 0)
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._calls is not None and len(self._calls.calls) > self._calls_at
+
+    def take_calls(self) -> tuple[int, list[Call]]:
+        """Calls that are whole and were not taken before, and how many were."""
+        if self._calls is None:
+            return 0, []
+        first, self._calls_at = self._calls_at, len(self._calls.calls)
+        return first, self._calls.calls[first:]
 
     def take_text(self) -> tuple[str, str]:
         """Text and reasoning since the last call."""
@@ -141,6 +191,11 @@ class Choice:
         self._thought.clear()
         self.begun = True
         return text, thought
+
+    def take_ids(self) -> list[int]:
+        """Ids that count and were not taken before, whether their text is shown yet or not."""
+        first, self._ids_at = self._ids_at, self.tokens
+        return self.ask.generated[first : self.tokens].tolist()
 
     def take_scores(self) -> tuple[list[int], list[int], Told]:
         """Ids whose text is shown by now and was not told before, where each begins in the text, and their

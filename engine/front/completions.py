@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.front.app import Exchange, Front, exchange_of, logger
 from engine.front.ask import Ask
-from engine.front.bodies import ClientLeft, Wanted, ignored_header, read_body, read_wanted
+from engine.front.bodies import COMPILED_FIELDS, ClientLeft, Wanted, ignored_header, read_body, read_wanted
 from engine.front.choice import Choice
 from engine.front.frames import Renderer, error_frame
 from engine.front.generation import Generation
@@ -51,7 +51,8 @@ class Completions:
             data = await read_body(receive, exchange.headers, front.http.body_bytes)
             async with _presence(receive) as presence:
                 read = functools.partial(read_wanted, data, front.served, front.http, is_chat=self._is_chat)
-                wanted = await front.prepare(len(data), read)
+                size = math.inf if any(name in data for name in COMPILED_FIELDS) else len(data)
+                wanted = await front.prepare(size, read)
                 del data, read
                 room.close()
                 exchange.facts = {"stream": wanted.stream, "tokens_in": wanted.num_prompt_tokens}
@@ -67,7 +68,7 @@ class Completions:
         front = self._front
         generation = Generation(
             front.link,
-            _choices(wanted, front, exchange.label),
+            _choices(wanted, front, exchange),
             lag_limit=front.http.stream_tokens if wanted.stream else math.inf,
             first_came=leave_queue,
             stalled=exchange.connection.abort,
@@ -79,23 +80,28 @@ class Completions:
             with front.running(generation):
                 await generation.submit()
                 if wanted.stream:
-                    await self._stream(wanted, generation, renderer, writer)
+                    await self._stream(wanted, generation, renderer, writer, exchange)
                 else:
-                    await self._whole(wanted, generation, renderer, writer)
+                    await self._whole(wanted, generation, renderer, writer, exchange)
         finally:
             generation.withdraw()
             _account(exchange, generation, front)
 
-    async def _whole(self, wanted: Wanted, generation: Generation, renderer: Renderer, writer: _Writer) -> None:
+    async def _whole(
+        self, wanted: Wanted, generation: Generation, renderer: Renderer, writer: _Writer, exchange: Exchange
+    ) -> None:
         while not generation.is_over:
             await generation.wait_news(self._front.http.keepalive_s)
         if generation.is_gone:
             raise ClientLeft
         if generation.failure is not None:
             raise error_of(generation.failure, self._front.retry_after_s)
-        await writer.send_whole(generation, renderer.body(), ignored_header(wanted.ignored))
+        headers = [*ignored_header(wanted.ignored), *_rank_headers(exchange, generation)]
+        await writer.send_whole(generation, renderer.body(), headers)
 
-    async def _stream(self, wanted: Wanted, generation: Generation, renderer: Renderer, writer: _Writer) -> None:
+    async def _stream(
+        self, wanted: Wanted, generation: Generation, renderer: Renderer, writer: _Writer, exchange: Exchange
+    ) -> None:
         keepalive_s = self._front.http.keepalive_s
         headers = [*_STREAM_HEADERS, *ignored_header(wanted.ignored)]
         is_begun = False
@@ -118,7 +124,7 @@ class Completions:
                 data = b": waiting\n\n" if is_begun else b": queued\n\n"
             if not is_begun:
                 is_begun = True
-                await writer.begin(headers)
+                await writer.begin([*headers, *_rank_headers(exchange, generation)])
             await writer.write(generation, data, is_last=is_last)
             if is_last:
                 return
@@ -186,20 +192,42 @@ async def _presence(receive: Any) -> AsyncIterator[_Presence]:
             await task
 
 
-def _choices(wanted: Wanted, front: Front, label: str) -> list[Choice]:
+def _rank_headers(exchange: Exchange, generation: Generation) -> list[tuple[bytes, bytes]]:
+    """For a client who asks: the ranks that computed the answer, as far as they are known; of several choices all."""
+    if exchange.headers.get(b"engine-show-ranks") != b"1":
+        return []
+    started = [choice.ask.started for choice in generation.choices if choice.ask.started is not None]
+    prefills = ",".join(str(rank) for rank in dict.fromkeys(each.prefill_rank for each in started))
+    decodes = ",".join(str(rank) for rank in dict.fromkeys(each.decode_rank for each in started))
+    if not started:
+        return []
+    return [(b"engine-prefill-rank", prefills.encode()), (b"engine-decode-rank", decodes.encode())]
+
+
+def _choices(wanted: Wanted, front: Front, exchange: Exchange) -> list[Choice]:
     """One for each answer, prompt by prompt."""
     choices: list[Choice] = []
+    treatment = wanted.treatment
     for prompt, samplings in zip(wanted.prompts, wanted.samplings, strict=True):
         for sampling in samplings:
             choices.append(
                 Choice(
                     len(choices),
-                    Ask(prompt, sampling, label, None),
+                    Ask(
+                        prompt,
+                        sampling,
+                        exchange.label,
+                        None,
+                        affinity=exchange.affinity,
+                        cache_salt=treatment.cache_salt,
+                        priority=treatment.priority,
+                    ),
                     front.served.codec,
                     stops=wanted.stops,
                     skip_special=wanted.wishes.skip_special,
                     thinking=wanted.thinking,
                     wants_scores=wanted.wishes.logprobs >= 0,
+                    may_call=wanted.may_call,
                 )
             )
     return choices
@@ -207,7 +235,7 @@ def _choices(wanted: Wanted, front: Front, label: str) -> list[Choice]:
 
 def _account(exchange: Exchange, generation: Generation, front: Front) -> None:
     """What the log says of a generation; clients who left are counted by what they left behind."""
-    facts = exchange.facts
+    facts, exchange.generation = exchange.facts, generation
     assert facts is not None
     started = next((choice.ask.started for choice in generation.choices if choice.ask.started is not None), None)
     if started is not None:

@@ -17,7 +17,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 ROUTES = (
-    "chat", "completions", "models", "health", "ready", "metrics", "version", "tokenize", "detokenize", "none",
+    "chat", "completions", "models", "health", "ready", "metrics", "version", "tokenize", "detokenize",
+    "tokenizer_info", "none",
 )  # fmt: skip
 """`none`: no route of ours, or no request that could be read."""
 CODES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 503)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.actors.told import Told
+from engine.faces.calls import Call
 from engine.faces.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, text_offsets
 from engine.front.bodies import Served, Wanted
 from engine.front.choice import Choice
@@ -42,6 +43,7 @@ class Renderer:
         self._head = b"data: " + encoder.encode(chunk)[:-1] + b',"choices":['
         self._ended: set[int] = set()
         self._echoes: dict[int, str] = {}
+        self._has_prompt = False
 
     # ------------------------------------------------------------ a stream
 
@@ -53,25 +55,28 @@ class Renderer:
                 choice.lag = 0
                 continue
             is_end = choice.reason is not None and choice.index not in self._ended
-            is_counted = self._wanted.continuous_usage and choice.lag > 0 and choice.index not in self._ended
+            is_counted = self._tells_all and choice.lag > 0 and choice.index not in self._ended
             choice.lag = 0  # the reader keeps up, whether there is text to show or not
             if is_end or is_counted or choice.has_news:
                 if is_end:
                     self._ended.add(choice.index)
-                parts += (self._head, self._chunk(choice), b"]", self._chunk_usage(), b"}\n\n")
+                prompt = self._chunk_prompt(choice)
+                parts += (self._head, self._chunk(choice), b"]", prompt, self._chunk_usage(), b"}\n\n")
         return b"".join(parts)
 
     def last_chunks(self) -> bytes:
         """What follows the last choice's end."""
         if not self._wanted.include_usage:
             return DONE
-        return b"".join((self._head, b'],"usage":', encoder.encode(self.usage()), b"}\n\n", DONE))
+        metrics = self._metrics()
+        told = b"" if metrics is None else b',"metrics":' + encoder.encode(metrics)
+        return b"".join((self._head, b'],"usage":', encoder.encode(self.usage()), told, b"}\n\n", DONE))
 
     def _chunk(self, choice: Choice) -> bytes:
         is_first = not choice.begun
         text, thought = choice.take_text()
         if self._wanted.is_chat:
-            said = self._delta(text, thought, is_first=is_first)
+            said = self._delta(text, thought, choice.take_calls(), is_first=is_first)
             scores = self._scores(choice)
         else:
             echoed = self._echo(choice) if is_first else ""
@@ -80,16 +85,44 @@ class Renderer:
         reason = b"null" if choice.reason is None else encoder.encode(choice.reason)
         index = str(choice.index).encode()
         told = encoder.encode(scores)
-        return b"".join((b'{"index":', index, b",", said, b',"logprobs":', told, b',"finish_reason":', reason, b"}"))
+        ids = self._chunk_ids(choice, is_first=is_first)
+        return b"".join(
+            (b'{"index":', index, b",", said, b',"logprobs":', told, ids, b',"finish_reason":', reason, b"}")
+        )
 
-    def _delta(self, text: str, thought: str, *, is_first: bool) -> bytes:
+    @property
+    def _tells_all(self) -> bool:
+        """Whether tokens without text have a chunk, too."""
+        return self._wanted.continuous_usage or self._wanted.wishes.token_ids
+
+    def _chunk_ids(self, choice: Choice, *, is_first: bool) -> bytes:
+        """Where ids are asked for: those that are new; in a completion's first chunk the prompt's as well."""
+        if not self._wanted.wishes.token_ids:
+            return b""
+        told = b',"token_ids":' + encoder.encode(choice.take_ids())
+        if is_first and not self._wanted.is_chat:
+            told += b',"prompt_token_ids":' + encoder.encode(_ids(choice))
+        return told
+
+    def _chunk_prompt(self, choice: Choice) -> bytes:
+        """A chat's prompt is that of all its choices, so its ids are in the first chunk and not in the choice's."""
+        if self._has_prompt or not (self._wanted.is_chat and self._wanted.wishes.token_ids):
+            return b""
+        self._has_prompt = True
+        return b',"prompt_token_ids":' + encoder.encode(_ids(choice))
+
+    def _delta(self, text: str, thought: str, told: tuple[int, list[Call]], *, is_first: bool) -> bytes:
+        first, calls = told
         fields = []
         if is_first:
             fields.append(b'"role":"assistant"')
         if thought:
             fields.append(b'"reasoning_content":' + encoder.encode(thought))
-        if text or (is_first and not thought):
+        if text or (is_first and not thought and not calls):
             fields.append(b'"content":' + encoder.encode(text))
+        if calls:
+            rendered = [{"index": place, **call.render()} for place, call in enumerate(calls, first)]
+            fields.append(b'"tool_calls":' + encoder.encode(rendered))
         return b'"delta":{' + b",".join(fields) + b"}"
 
     def _chunk_usage(self) -> bytes:
@@ -103,6 +136,11 @@ class Renderer:
         """The whole answer, once every choice has ended."""
         whole: dict[str, Any] = {**self._common, "choices": list(map(self._whole, self._generation.choices))}
         whole["usage"] = self.usage()
+        metrics = self._metrics()
+        if metrics is not None:
+            whole["metrics"] = metrics
+        if self._wanted.is_chat and self._wanted.wishes.token_ids:
+            whole["prompt_token_ids"] = _ids(self._generation.choices[0])
         if self._wanted.is_chat and self._wanted.wishes.prompt_logprobs >= 0:
             whole["prompt_logprobs"] = self._prompt_logprobs(self._generation.choices[0])
         return encoder.encode(whole)
@@ -110,7 +148,10 @@ class Renderer:
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text, thought = choice.take_text()
         if self._wanted.is_chat:
-            message = {"role": "assistant", "content": text}
+            _, calls = choice.take_calls()
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                message |= {"content": text or None, "tool_calls": [call.render() for call in calls]}
             if self._wanted.thinking:
                 message["reasoning_content"] = thought
             said: dict[str, Any] = {"message": message, "logprobs": self._scores(choice)}
@@ -119,6 +160,10 @@ class Renderer:
             said = {"text": echoed + text, "logprobs": self._scores(choice, echoed=echoed)}
             if self._wanted.wishes.prompt_logprobs >= 0:
                 said["prompt_logprobs"] = self._prompt_logprobs(choice)
+            if self._wanted.wishes.token_ids:
+                said["prompt_token_ids"] = _ids(choice)
+        if self._wanted.wishes.token_ids:
+            said["token_ids"] = choice.take_ids()
         return {"index": choice.index, **said, "finish_reason": choice.reason}
 
     # ------------------------------------------------------------ parts of either
@@ -135,6 +180,20 @@ class Renderer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _metrics(self) -> dict[str, float | None] | None:
+        """Where the time of an answer went, in milliseconds; None for several choices, which have no common one."""
+        generation = self._generation
+        started = generation.choices[0].ask.started
+        if len(generation.choices) > 1 or started is None:
+            return None
+        handoff_us = generation.choices[0].ask.handoff_us
+        return {
+            "queue_time_ms": started.timings.queue_us / 1e3,
+            "time_to_first_token_ms": round(1e3 * (generation.first_token_at - generation.began_at), 3),
+            # A text that ended here, by a stop string, was not reported on by the engine.
+            "handoff_ms": None if handoff_us is None else handoff_us / 1e3,
         }
 
     @property

@@ -87,7 +87,10 @@ class HeadLink:
             attempt=ask.attempt,
             generated=len(ask.generated),
             sampling=ask.sampling,
+            priority=ask.priority,
             label=ask.label,
+            affinity=ask.affinity,
+            cache_salt=ask.cache_salt,
         )
         try:
             await link.send(message, ask.prompt + ask.generated.tobytes())

@@ -21,7 +21,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from engine.config import HttpConfig, model_directory
+from engine.config import NO_OTLP, HttpConfig, model_directory
 from engine.errors import EngineError
 from engine.faces.body import Bounds
 from engine.faces.text import TextCodec
@@ -34,6 +34,7 @@ from engine.front.desk import HeadDesk
 from engine.front.guard import Guard, read_guard
 from engine.front.headlink import HeadLink
 from engine.front.routes import list_routes
+from engine.front.spans import SpanExporter
 from engine.log import configure_log, log_event
 from transport.wire import IDS_LIMIT
 
@@ -133,7 +134,19 @@ async def _run(
     link = HeadLink(given.requests_socket, f"http {given.place}")
     desk = HeadDesk(given.read_socket)
     front = Front(given.http, served, link, desk, counts, guard, progress_s=given.progress_s)
-    await serve_front(front, Door(given.http, counts), listener, signals)
+    door = Door(given.http, counts)
+    if given.http.otlp == NO_OTLP:
+        await serve_front(front, door, listener, signals)
+        return
+    front.spans = SpanExporter(given.http.otlp)
+    sending = asyncio.create_task(front.spans.run())
+    try:
+        await serve_front(front, door, listener, signals)
+    finally:
+        sending.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await front.spans.flush()
 
 
 async def serve_front(front: Front, door: Door, listener: socket.socket, signals: asyncio.Queue[int]) -> None:

@@ -13,6 +13,7 @@ from engine.batch.fields import FieldRefused, read_fields
 from engine.errors import RequestRefused
 from engine.faces.body import BodyRefused, encode_messages, encode_prompt
 from engine.faces.logprobs import token_text
+from engine.faces.text import BOS, EOS
 from engine.front.app import Front, exchange_of
 from engine.front.bodies import Served, check_model, ignored_header, read_body, read_object
 from engine.front.completions import Completions
@@ -50,6 +51,7 @@ def list_routes(front: Front) -> list[Route]:
         ("/version", "version", "GET", _version),
         ("/tokenize", "tokenize", "POST", _tokenize),
         ("/detokenize", "detokenize", "POST", _detokenize),
+        ("/tokenizer_info", "tokenizer_info", "GET", _tokenizer_info),
     )
     routes = [
         Route("/v1/chat/completions", Completions(front, is_chat=True), methods=["POST"]),
@@ -162,6 +164,18 @@ def _text_of(data: bytes, served: Served) -> dict[str, Any]:
     if not all(0 <= token < served.bounds.vocab_size for token in ids):
         raise refuse_field("invalid_field", f"tokens: ids must be in [0, {served.bounds.vocab_size})")
     return {"prompt": served.codec.decode(ids, skip_special=False)}
+
+
+async def _tokenizer_info(front: Front, scope: Any, receive: Any, send: Any) -> None:
+    """What clients who tokenize here have to know of the tokenizer. Chats are put together by the engine's own code,
+    so there is no template to give away."""
+    codec = front.served.codec
+    answer = {
+        "bos_token": BOS, "bos_token_id": codec.bos_id, "eos_token": EOS, "eos_token_id": codec.eos_id,
+        "add_bos_token": True, "add_eos_token": False, "vocab_size": codec.vocab_size,
+        "model_max_length": front.served.bounds.max_model_tokens, "chat_template": None,
+    }  # fmt: skip
+    await send_json(send, answer)
 
 
 def _flag(fields: Mapping[str, msgspec.Raw], name: str) -> bool:

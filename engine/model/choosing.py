@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from engine.core.plan import Scores
 from engine.errors import DeviceError
+from engine.model.grammars import Guide
 from engine.model.kv import Arena
 from engine.model.penalties import add_tokens
+from engine.model.rejection import Guesses, judge_guesses
 from engine.model.sampling import Sampler
 from engine.model.scoring import score_tokens
 from engine.ports import DeviceInfo
 
 Ints = npt.NDArray[np.int64]
+NO_GUIDES: Mapping[int, Guide] = MappingProxyType({})
 
 
 class Chooser:
@@ -26,7 +33,15 @@ class Chooser:
         self._info = info
         self._cells = arena.sampled_cell()
 
-    def choose(self, sampler: Sampler, logits: Tensor, slabs: Ints, positions: Ints) -> tuple[Ints, Scores | None]:
+    def choose(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        slabs: Ints,
+        positions: Ints,
+        guesses: Guesses | None = None,
+        guides: Mapping[int, Guide] = NO_GUIDES,
+    ) -> tuple[Ints, Scores | None]:
         """Draws the next token of each slab and keeps it; only here it is counted.
 
         Args:
@@ -34,6 +49,8 @@ class Chooser:
             logits: float32[rows, vocab]; may be overwritten.
             slabs: int64[rows], different ones.
             positions: int64[rows], of the tokens.
+            guesses: drafts that are judged by rejection; their rows draw by that rule.
+            guides: of the rows with a grammar; moved on.
 
         Returns:
             (int64[rows], scores of rows that ask for some).
@@ -43,7 +60,16 @@ class Chooser:
         lines = slabs[sampler.penalised]
         if len(lines):
             counts = self._arena.counts[lines]
+        for row, guide in guides.items():
+            guide.restrict(logits[row])
         drawn = sampler.choose(logits, positions, counts)
+        if guesses is not None:
+            # What the sampler has left of the logits are biased and penalised ones.
+            at = guesses.rows
+            settings = [sampler.rows[row] for row in at.tolist()]
+            drawn[at] = judge_guesses(logits[torch.from_numpy(at)], settings, positions[at], guesses)
+        for row, guide in guides.items():
+            guide.take(int(drawn[row]))
         scores = None
         if raw is not None:
             tops = [sampler.rows[row].logprobs for row in scored.tolist()]

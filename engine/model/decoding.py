@@ -2,7 +2,8 @@
 
 The target draws its own token for every row, by the draw that it would make without drafts: a function of settings,
 seed and position. A draft holds while it is what was drawn for the row before. So the text is the one without drafting,
-token for token, and drafts only say how many tokens a step brings.
+token for token, and drafts only say how many tokens a step brings. The other rule, `rejection`, has more drafts hold;
+there a text that is drawn depends on what was drafted, though its distribution does not.
 
 Of each slab the decoder knows where it stands and what was proposed to follow: private to the device, no part of the
 arena, changed where a pass has ended and nowhere else. Proposing is a pass of its own behind it, a function of slabs.
@@ -22,7 +23,9 @@ from engine.core.plan import Scores
 from engine.errors import DeviceError
 from engine.model.choosing import Chooser
 from engine.model.drafting import Proposer
+from engine.model.grammars import Guide, Guides
 from engine.model.kv import SPARE_ROWS
+from engine.model.rejection import DrawnDrafts
 from engine.model.rows import RowBatch
 from engine.model.sampling import Sampler
 from engine.model.scoring import join_scores
@@ -46,6 +49,7 @@ class Decode:
         tokens: UNKNOWN where the slab knows the token.
         ends: as in `core.plan.Roster`.
         drafts: as in `core.plan.StepPlan`.
+        said: as in `core.plan.Roster`.
     """
 
     slabs: Ints
@@ -56,16 +60,19 @@ class Decode:
     sampling: tuple[Sampling, ...]
     ends: Ints | None = None
     drafts: int = 0
+    said: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is to be proposed: `count` drafts behind each anchor. int64[n] each, see `Proposer.propose`."""
+    """What is to be proposed: `count` drafts behind each anchor. int64[n] each, see `Proposer.propose`; `sampling` of
+    each, where drafts are drawn."""
 
     slabs: Ints
     anchors: Ints
     positions: Ints
     count: int
+    sampling: tuple[Sampling, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +94,19 @@ class Decoded:
 class Decoder:
     """See the module. Belongs to the device's worker thread."""
 
-    def __init__(self, model: PagedTransformer, info: DeviceInfo, chooser: Chooser, proposer: Proposer | None) -> None:
-        """All are borrowed. Without a proposer nothing is drafted."""
+    def __init__(
+        self,
+        model: PagedTransformer,
+        info: DeviceInfo,
+        chooser: Chooser,
+        proposer: Proposer | None,
+        *,
+        rejects: bool = False,
+        guides: Guides,
+    ) -> None:
+        """All are borrowed. Without a proposer nothing is drafted. `rejects`: drafts are drawn, and judged by
+        rejection."""
+        self._guides = guides
         self._model = model
         self._info = info
         self._chooser = chooser
@@ -97,11 +115,13 @@ class Decoder:
         self._stands = np.full(info.num_slabs, UNKNOWN, np.int64)
         self._drafts = np.zeros((info.num_slabs, MOST_DRAFTS), np.int64)
         self._num_drafts = np.zeros(info.num_slabs, np.int64)
+        self._drawn = DrawnDrafts() if rejects else None
 
     def note_prompts(self, slabs: Ints, stands: Ints) -> None:
         """Passes over prompts have ended; the slabs stand at these positions, or UNKNOWN where nothing was sampled."""
         self._stands[slabs] = stands
-        self._num_drafts[slabs] = 0
+        self._forget_drafts(slabs)
+        self._guides.forget(slabs)
 
     def run(self, decode: Decode) -> Decoded:
         """One pass. In a group it makes its exchanges also if no row is left to compute.
@@ -142,7 +162,7 @@ class Decoder:
             self._proposer.keep(None if batch.span == 1 else counts, last)
         stands = batch.starts + counts
         self._stands[batch.slabs] = stands
-        self._num_drafts[decode.slabs] = 0
+        self._forget_drafts(decode.slabs)
         found = tuple(drawn[np.arange(batch.span) < counts[:, None]].tolist())
         if not is_told and len(live) == len(positions):
             return Decoded(found, scores=scores)
@@ -152,7 +172,8 @@ class Decoder:
         if decode.drafts and self._proposer is not None:
             # The token before a sequence's end is the last that is computed: nothing is drafted behind it.
             going = np.arange(len(live)) if decode.ends is None else np.flatnonzero(stands + 1 < decode.ends[live])
-            wanted = Wanted(batch.slabs[going], last[going], stands[going], decode.drafts)
+            drawn_by = tuple([decode.sampling[row] for row in live[going].tolist()]) if self._drawn is not None else ()
+            wanted = Wanted(batch.slabs[going], last[going], stands[going], decode.drafts, drawn_by)
         return Decoded(found, tuple(all_counts.tolist()), tuple(held.tolist()), scores, wanted)
 
     def propose(self, wanted: Wanted | None, rounds: int) -> None:
@@ -160,12 +181,20 @@ class Decoder:
         assert self._proposer is not None
         nothing = np.empty(0, np.int64)
         wanted = wanted or Wanted(nothing, nothing, nothing, 1)
+        pick, shares = self._drawn.begin(wanted.sampling) if self._drawn is not None else (None, [])
         tokens = self._proposer.propose(
-            wanted.slabs, wanted.anchors, wanted.positions, wanted.count, rounds=rounds
+            wanted.slabs, wanted.anchors, wanted.positions, wanted.count, pick=pick, rounds=rounds
         ).tokens
         if len(wanted.slabs):
             self._drafts[wanted.slabs, : tokens.shape[1]] = tokens
             self._num_drafts[wanted.slabs] = tokens.shape[1]
+            if self._drawn is not None:
+                self._drawn.keep(wanted.slabs, wanted.sampling, shares)
+
+    def _forget_drafts(self, slabs: Ints) -> None:
+        self._num_drafts[slabs] = 0
+        if self._drawn is not None:
+            self._drawn.forget(slabs)
 
     def _lay_out(self, decode: Decode, live: Ints, positions: Ints, tokens: Ints, held: Ints) -> RowBatch:
         """The rows of the pass: of each live one its token and the drafts behind it."""
@@ -180,7 +209,7 @@ class Decoder:
         return RowBatch(slabs, positions, ids, tables, None if int(held.min()) == most else held + 1)
 
     def _accept(self, decode: Decode, live: Ints, batch: RowBatch, logits: Tensor) -> tuple[Ints, Ints, Scores | None]:
-        """Draws row by row until a draft is another token than the one drawn.
+        """Draws row by row until a draft is another token than the one drawn, or does not hold.
 
         Returns:
             (int64[live, span] tokens drawn, int64[live] how many of them, scores by place in all of these).
@@ -192,7 +221,15 @@ class Decoder:
         for depth in range(batch.span):
             part = logits if batch.span == 1 else logits[torch.from_numpy(batch.firsts[going] + depth)]
             sampler = self._find_sampler(decode.sampling, live[going])
-            tokens, scores = self._chooser.choose(sampler, part, batch.slabs[going], batch.starts[going] + depth + 1)
+            guesses = None
+            if self._drawn is not None and depth + 1 < batch.span:
+                drafts = np.where(batch.spans[going] > depth + 1, batch.tokens[going, depth + 1], UNKNOWN)
+                guesses = self._drawn.guess(batch.slabs[going], drafts, depth)
+            # A draft that holds is what was drawn: guides move along the drafts by what is drawn.
+            guides = {row: self._find_guide(decode, int(live[going[row]])) for row in sampler.guided}
+            tokens, scores = self._chooser.choose(
+                sampler, part, batch.slabs[going], batch.starts[going] + depth + 1, guesses, guides
+            )
             drawn[going, depth] = tokens
             counts[going] += 1
             if scores is not None:
@@ -207,6 +244,10 @@ class Decoder:
         placed = [dataclasses.replace(scores, rows=firsts[rows] + depth) for rows, depth, scores in parts]
         joined = join_scores(placed)
         return drawn, counts, joined if len(placed) < 2 or joined is None else sort_scores(joined)
+
+    def _find_guide(self, decode: Decode, row: int) -> Guide:
+        said = decode.said[row] if decode.said else b""
+        return self._guides.find(int(decode.slabs[row]), decode.sampling[row].grammar, said)
 
     def _find_sampler(self, sampling: Sequence[Sampling], rows: Ints) -> Sampler:
         """Of these rows; that of all rows is kept for the next step."""

@@ -27,6 +27,7 @@ from engine.model.dispatch import Dispatch, Warmup
 from engine.model.drafting import Proposer
 from engine.model.engram import load_tables
 from engine.model.expert_slots import TorchExpertSlots
+from engine.model.grammars import Grammars
 from engine.model.group import Connect, GroupWorker, Signal
 from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
@@ -72,6 +73,8 @@ class TorchDevice:
         threads: int = 1,
         grouping: Grouping | None = None,
         proposer: Proposer | None = None,
+        rejects: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """Starts the worker. Must run inside trio.
 
@@ -81,7 +84,10 @@ class TorchDevice:
             threads: torch threads of the worker. Bitwise equal rows are promised for 1.
             grouping: what a rank of a group has beyond the model; taken.
             proposer: drafts for the model; taken. Without one, plans that ask for drafts get none.
+            rejects: drafts are drawn, and judged by rejection.
+            grammars: taken. Without them a row with a grammar fails.
         """
+        self._grammars = grammars
         self._model = model
         self._info = info
         self._threads = max(1, threads)
@@ -91,7 +97,7 @@ class TorchDevice:
         self._queued = 0
         self._failure: str | None = None
         self._closed = False
-        self._runner = StepRunner(model, info, proposer)
+        self._runner = StepRunner(model, info, proposer, rejects=rejects, grammars=grammars)
         self._grouping = grouping
         self._experts: TorchExpertSlots | None = None
         self._group: GroupWorker | None = None
@@ -157,6 +163,11 @@ class TorchDevice:
             raise DeviceError(f"step {ticket.step} failed: {ticket.failure}")
         return ticket.result
 
+    def foresee(self, grammar: str) -> None:
+        """See `ports.Device.foresee`."""
+        if self._grammars is not None and not self._closed:
+            self._grammars.foresee(grammar)
+
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         """See `ports.Device.checksums`. In a thread beside the worker: behind queued steps it would delay hand-offs."""
         num_pages = self._info.num_pages
@@ -171,6 +182,8 @@ class TorchDevice:
             self._jobs.put(Signal.CLOSE)
         # The worker ends after the queued steps; a step that hangs is ended with the process by its supervisor.
         await trio.to_thread.run_sync(self._worker.join, abandon_on_cancel=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _open_group(self, grouping: Grouping) -> tuple[TorchExpertSlots, GroupWorker]:
         dispatch = Dispatch(grouping.pools, grouping.idle_steps)
@@ -272,7 +285,16 @@ async def open_torch_device(
     model, info, grouping, proposer = await trio.to_thread.run_sync(
         _load, config, report, poison, mesh_address, connect
     )
-    return TorchDevice(model, info, threads=config.threads, grouping=grouping, proposer=proposer)
+    rejects = config.draft.acceptance == "rejection"
+    return TorchDevice(
+        model,
+        info,
+        threads=config.threads,
+        grouping=grouping,
+        proposer=proposer,
+        rejects=rejects,
+        grammars=Grammars(model_directory(config.model), info.vocab_size, info.eos_ids[0]),
+    )
 
 
 def _load(

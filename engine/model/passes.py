@@ -4,6 +4,9 @@ A pass ends with its sampled tokens, and only there the cell of a slab's last to
 penalties. So a pass of a group that broke off in the middle can run again: what it wrote before is addressed by
 position. One thing is not harmless to repeat: a long chunk's rows go round the rings of its slab, over rows that its
 repetition reads. Such slabs are kept before the pass, and put back before it is repeated.
+
+A chunk with a base begins where another prompt's state was kept: slab and open page are copied when its pass begins, so
+a repetition begins there again. What it is to keep itself is copied where its pass has ended.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.core.pact import GroupStep
-from engine.core.plan import Scores, StepPlan, StepResult
+from engine.core.plan import Base, Scores, StepPlan, StepResult
 from engine.errors import DeviceError
 from engine.model.choosing import Chooser
 from engine.model.decoding import UNKNOWN, Decode, Decoder, Wanted
 from engine.model.drafting import Proposer
+from engine.model.grammars import Grammars, Guide, Guides
+from engine.model.keeping import Keeper
 from engine.model.kv import SPARE_ROWS
 from engine.model.penalties import count_ids
 from engine.model.rows import RowBatch
@@ -47,6 +52,8 @@ class Chunk:
     generated: int = 0
     targets: Ints | None = None
     target_tops: int = 0
+    base: Base | None = None
+    keep: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +106,24 @@ class Progress:
 class StepRunner:
     """Runs passes on a model. Belongs to the device's worker thread."""
 
-    def __init__(self, model: PagedTransformer, info: DeviceInfo, proposer: Proposer | None = None) -> None:
-        """All are borrowed. `proposer`: of the model; None drafts nothing."""
+    def __init__(
+        self,
+        model: PagedTransformer,
+        info: DeviceInfo,
+        proposer: Proposer | None = None,
+        *,
+        rejects: bool = False,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """All are borrowed. `proposer`: of the model; None drafts nothing. `rejects`: see `Decoder`. `grammars`: None
+        where no request has one."""
         self._model = model
         self._info = info
         self._proposer = proposer
         self._chooser = Chooser(model.arena, info)
-        self._decoder = Decoder(model, info, self._chooser, proposer)
+        self._guides = Guides(grammars)
+        self._decoder = Decoder(model, info, self._chooser, proposer, rejects=rejects, guides=self._guides)
+        self._keeper = Keeper(model.arena, info, replay_rows=model.replay_rows)
 
     def run(self, job: Job) -> StepResult:
         """A whole step of a rank without a group."""
@@ -119,7 +137,12 @@ class StepRunner:
         return self.finish(job, progress)
 
     def begin(self, job: Job) -> Progress:
-        """Chunks first, then the decode rows."""
+        """Chunks first, then the decode rows.
+
+        Raises:
+            DeviceError: a chunk's base or what it is to keep can not be that.
+        """
+        self._keeper.check(job)
         waiting: list[Pass] = [*self._split(job.chunks)]
         return Progress(waiting if job.decode is None else [*waiting, job.decode])
 
@@ -181,8 +204,8 @@ class StepRunner:
         if progress.kept is not None:
             slabs[progress.kept[0]] = progress.kept[1]
         elif isinstance(part, list) and max(len(chunk.tokens) for chunk in part) > SPARE_ROWS:
-            # A prompt's first chunk reads nothing of its slab.
-            which = np.array([chunk.slab for chunk in part if chunk.start], np.int64)
+            # A prompt's first chunk reads nothing of its slab; one with a base copies it again.
+            which = np.array([chunk.slab for chunk in part if chunk.start and chunk.base is None], np.int64)
             progress.kept = which, slabs[which]
 
     def _split(self, chunks: tuple[Chunk, ...]) -> list[list[Chunk]]:
@@ -211,6 +234,9 @@ class StepRunner:
         self._chooser.check_pages(tables, widths, starts + lengths)
         tokens, _ = _stack([chunk.tokens for chunk in chunks])
         self._chooser.check_ids(tokens)
+        for chunk in chunks:
+            if chunk.base is not None:
+                self._keeper.copy_in(chunk.slab, chunk.start, chunk.pages, chunk.base)
         batch = RowBatch(slabs, starts, tokens, tables, lengths if len(chunks) > 1 else None)
         asking = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
         wanted: list[int] = (batch.firsts + lengths - 1)[asking].tolist()
@@ -232,8 +258,9 @@ class StepRunner:
         if asking:
             sampler = Sampler([each.sampling for each in chunks if each.sampling is not None], self._info.eos_ids)
             self._count_seen([chunks[index] for index in asking])
+            guides = {row: self._start_guide(chunks[asking[row]]) for row in sampler.guided}
             drawn, scores = self._chooser.choose(
-                sampler, logits[: len(asking)], slabs[asking], (starts + lengths)[asking]
+                sampler, logits[: len(asking)], slabs[asking], (starts + lengths)[asking], guides=guides
             )
             if scores is not None:
                 rows = first + np.array(asking)[scores.rows]
@@ -245,12 +272,21 @@ class StepRunner:
         if self._proposer is not None:
             self._proposer.keep(None, known, reopens=True)
         self._decoder.note_prompts(slabs, np.where(known < 0, UNKNOWN, starts + lengths))
+        for chunk in chunks:
+            if chunk.keep >= 0:
+                self._keeper.copy_out(chunk.slab, chunk.keep)
 
     def _run_decode(self, decode: Decode, progress: Progress) -> None:
         decoded = self._decoder.run(decode)
         progress.row_tokens, progress.row_scores = decoded.tokens, decoded.scores
         progress.row_counts, progress.row_proposed = decoded.counts, decoded.proposed
         progress.wanted = decoded.wanted
+
+    def _start_guide(self, chunk: Chunk) -> Guide:
+        """For the one token that is drawn here; whoever decodes makes a guide of its own."""
+        if chunk.sampling is None or chunk.seen is None:
+            raise DeviceError("a prompt's last chunk has a grammar and not the ids that have followed it")
+        return self._guides.start(chunk.sampling.grammar, chunk.seen[len(chunk.seen) - chunk.generated :])
 
     def _count_seen(self, ends: list[Chunk]) -> None:
         """Makes the counts of the slabs whose requests have penalties, whatever was in them."""
@@ -276,6 +312,8 @@ def copy_plan(plan: StepPlan) -> Job:
             generated=chunk.generated,
             targets=_copy_ids(chunk.targets),
             target_tops=chunk.target_tops,
+            base=chunk.base,
+            keep=chunk.keep,
         )
         for chunk in plan.chunks
     )
@@ -291,6 +329,7 @@ def copy_plan(plan: StepPlan) -> Job:
             sampling=rows.roster.sampling,
             ends=rows.roster.ends,
             drafts=plan.drafts,
+            said=rows.roster.said,
         )
     return Job(plan.step, chunks, decode, plan.idle, plan.stop)
 

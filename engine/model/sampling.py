@@ -62,6 +62,7 @@ class Sampler:
         rows: settings of each row.
         penalised: int64[n], the rows whose counts it needs.
         scored: int64[n], the rows that ask for log-probabilities of their tokens.
+        guided: rows with a grammar.
     """
 
     def __init__(self, rows: Sequence[Sampling], eos_ids: Sequence[int]) -> None:
@@ -69,6 +70,7 @@ class Sampler:
         self._adjuster = Adjuster(rows, eos_ids)
         self.penalised = self._adjuster.penalised
         self.scored = np.array([row for row, each in enumerate(rows) if each.logprobs >= 0], np.int64)
+        self.guided = [row for row, each in enumerate(rows) if each.grammar]
         drawn = [row for row, each in enumerate(rows) if each.temperature > 0]
         self._drawn = np.array(drawn, np.int64)
         self._seeds = np.array([rows[row].seed for row in drawn], np.uint64)
@@ -144,14 +146,16 @@ def process_logits(
 def keep_likeliest(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """The distribution that each row of adjusted logits is drawn from: float64[rows, vocab], sums of 1."""
     result = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, settings in enumerate(rows):
-        if settings.temperature == 0:
-            result[row, logits[row].argmax()] = 1
-        elif _keeps_all(settings):
-            result[row] = _shares(logits[row : row + 1], [settings])[0]
-        else:
-            ids, mass, _ = _ordered(logits[row : row + 1], [settings], logits.shape[1])
-            result[row, ids[0]] = mass[0] / mass.sum()
+    greedy = [row for row, each in enumerate(rows) if each.temperature == 0]
+    whole = [row for row, each in enumerate(rows) if each.temperature > 0 and _keeps_all(each)]
+    cut = [row for row, each in enumerate(rows) if each.temperature > 0 and not _keeps_all(each)]
+    if greedy:
+        result[greedy, logits[greedy].argmax(1)] = 1
+    if whole:
+        result[whole] = _shares(logits[whole], [rows[row] for row in whole])
+    if cut:
+        ids, mass, _ = _ordered(logits[cut], [rows[row] for row in cut], logits.shape[1])
+        result[cut] = torch.zeros_like(mass).scatter_(1, ids, mass / mass.sum(1, keepdim=True))
     return result
 
 
@@ -169,18 +173,18 @@ def _shares(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
 
 def _draw_whole(logits: Tensor, rows: Sequence[Sampling], uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Draw from the whole vocabulary, in id order."""
-    return _invert(_shares(logits, rows), uniform)
+    return invert_mass(_shares(logits, rows), uniform)
 
 
 def _draw_cut(logits: Tensor, rows: Sequence[Sampling], uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Draw from the likeliest tokens, in order of likelihood."""
     count = min(HEAD_TOKENS, logits.shape[1])
     ids, mass, complete = _ordered(logits, rows, count)
-    chosen = ids.gather(1, torch.from_numpy(_invert(mass, uniform)).unsqueeze(1))[:, 0].numpy()
+    chosen = ids.gather(1, torch.from_numpy(invert_mass(mass, uniform)).unsqueeze(1))[:, 0].numpy()
     for row in np.nonzero(~complete.numpy())[0].tolist():
         part = slice(row, row + 1)
         ids, mass, _ = _ordered(logits[part], rows[part], logits.shape[1])
-        chosen[row] = ids[0, int(_invert(mass, uniform[part])[0])]
+        chosen[row] = ids[0, int(invert_mass(mass, uniform[part])[0])]
     return chosen
 
 
@@ -204,7 +208,7 @@ def _ordered(logits: Tensor, rows: Sequence[Sampling], count: int) -> tuple[Tens
     return ids, mass.masked_fill(~kept, 0), complete
 
 
-def _invert(mass: Tensor, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def invert_mass(mass: Tensor, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """First place of each row whose cumulative mass exceeds its uniform number times the total; never one of mass 0."""
     cumulative = mass.cumsum(1)
     total = cumulative[:, -1:]

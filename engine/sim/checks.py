@@ -27,7 +27,7 @@ from transport.messages import (
 )
 
 CHECKERS: Final = {
-    "tags": "a step reads pages and slab of its own request, all of them, in their last state (device)",
+    "tags": "a step reads pages and slab of its own ids, all of them, in their last state (device)",
     "ends": "the end that a row is given lies within its pages and the model's length (device)",
     "pages": "every page and slab is in one state, held once, and all add up (every turn)",
     "in-flight": "memory that a submitted step names is not free (every turn)",
@@ -42,7 +42,7 @@ CHECKERS: Final = {
     "stream": "a client's tokens have no gap, no repetition, no wrong id, and the right end (every token)",
     "answers": "each request is answered once, by what was allowed to happen to it (every answer)",
     "liveness": "every request is answered within its time once faults are over; every wait has an end",
-    "leftover": "after the last answer all memory is free again, and all tables are empty",
+    "leftover": "after the last answer all memory is free again or cached, and all tables are empty",
     "one-run": "a seed gives one run (--check)",
 }
 LIVENESS: Final = frozenset({"liveness", "heartbeat", "group-liveness"})
@@ -144,8 +144,13 @@ class Auditor:
                 raise Violation("bounds", f"{life.name}: step {plan.step} has {len(plan.rows)} rows and {ids} ids")
             if gauges_due:
                 assert isinstance(side, DecodeSide | PrefillSide)
-                for named in [(chunk.slab, chunk.pages) for chunk in plan.chunks]:
-                    self._check_named(life, plan.step, *named, side.arena)
+                for chunk in plan.chunks:
+                    self._check_named(life, plan.step, chunk.slab, chunk.pages, side.arena)
+                    if chunk.base is not None:
+                        open_page = () if chunk.base.page < 0 else (chunk.base.page,)
+                        self._check_named(life, plan.step, chunk.base.slab, open_page, side.arena)
+                    if chunk.keep >= 0:
+                        self._check_named(life, plan.step, chunk.keep, (), side.arena)
                 for named in [(row.slab, row.pages) for row in plan.rows]:
                     self._check_named(life, plan.step, *named, side.arena)
 

@@ -1,11 +1,12 @@
 """SimDevice: a device that takes virtual time, writes `text`, and whose memory tells on misuse.
 
-Every page carries a tag: the request, its place in the sequence, how much of it is filled, and the checksum of the
-history before and after it. Every slab knows its request, its length, the checksum over all of it and the last token.
-A row reads its pages' tags back: they must form an unbroken chain that ends at the slab's checksum. So a page that was
-reused too early, pushed to the wrong place, not pushed, or written late by somebody else is a Violation in the step
-that reads it, and a repeated or skipped step shows as a wrong length. What a step reads and writes, it reads and
-writes when it ends: as late as a real one might.
+Every page carries a tag: its place in the sequence, how much of it is filled, and the checksum of the history before
+and after it. So it is a function of the ids up to its end, and right for all requests that begin with them. Every slab
+knows its request, its length, the checksum over all of it and the last token. A row reads its pages' tags back: they
+must form an unbroken chain that ends at the slab's checksum. So a page that was reused too early, pushed to the wrong
+place, not pushed, or written late by somebody else is a Violation in the step that reads it, and a repeated or skipped
+step shows as a wrong length. So does a prompt that goes on from state that is not that of its first ids. What a step
+reads and writes, it reads and writes when it ends: as late as a real one might.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import trio
 
 from engine.core.effects import Stretch
 from engine.core.pact import GroupStep
-from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
+from engine.core.plan import Base, DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError
 from engine.ports import DeviceInfo, ExpertSlots
 from engine.sim.bell import Bell
@@ -38,11 +39,11 @@ from transport.fabric import BlockRun
 from transport.messages import PartInfo
 
 _PAGE = struct.Struct("<qiiII")
-"""request, index in the sequence, ids in it, checksum before, checksum after."""
+"""padding, index in the sequence, ids in it, checksum before, checksum after."""
 _SLAB = struct.Struct("<qiiIi")
 """request, ids of history, last token, checksum, padding."""
 _PAGES = np.dtype(
-    [("request", "<i8"), ("index", "<i4"), ("filled", "<i4"), ("before", "<u4"), ("after", "<u4")]
+    [("padding", "<i8"), ("index", "<i4"), ("filled", "<i4"), ("before", "<u4"), ("after", "<u4")]
 )  # fmt: skip
 _SLABS = np.dtype([("request", "<i8"), ("length", "<i4"), ("last", "<i4"), ("chain", "<u4"), ("padding", "<i4")])
 """The same as columns."""
@@ -248,6 +249,9 @@ class SimDevice:
         assert ticket.result is not None
         return ticket.result
 
+    def foresee(self, grammar: str) -> None:
+        """See `ports.Device.foresee`. Simulated tokens follow no grammar."""
+
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         num_pages = self.info.num_pages
         blocks = [[*pages] if slab < 0 else [*pages, num_pages + slab] for pages, slab in stretches]
@@ -345,6 +349,10 @@ class SimDevice:
                 return f"{end} tokens need more pages than the {len(pages)} given"
             if max(pages) >= info.num_pages or min(pages) < 0:
                 return f"page id outside the {info.num_pages} pages"
+        for chunk in plan.chunks:
+            fault = self._find_unkept(plan, chunk) if chunk.keep >= 0 or chunk.base is not None else None
+            if fault is not None:
+                return fault
         if plan.rows:
             tokens = plan.columns.tokens
             # Steps behind one with the same rows share a column of tokens that only the device knows.
@@ -354,26 +362,62 @@ class SimDevice:
                 self._sound_tokens = tokens
         return None
 
+    def _find_unkept(self, plan: StepPlan, chunk: PrefillChunk) -> str | None:
+        """What of a chunk's base, or of what it is to keep, is not possible."""
+        info, base = self.info, chunk.base
+        written = [other.slab for other in plan.chunks] + [other.keep for other in plan.chunks if other.keep >= 0]
+        if chunk.keep >= info.num_slabs or written.count(chunk.keep) > 1:
+            return f"slab {chunk.keep} can not be kept, of {info.num_slabs}"
+        if base is not None and (not 0 <= base.slab < info.num_slabs or base.slab in written):
+            return f"slab {base.slab} is no base, of {info.num_slabs}"
+        if base is not None and (base.page >= info.num_pages or base.page in chunk.pages):
+            return f"page {base.page} is no base, of {info.num_pages}"
+        return None
+
     def _run_chunk(self, chunk: PrefillChunk, ids: bytes) -> int | None:
         page_tokens, where = self.info.page_tokens, f"chunk of request {chunk.request} at {chunk.start}"
-        chain = 0
+        chain, filled, before = 0, chunk.start % page_tokens, 0
+        if chunk.base is not None:
+            self._copy_base(chunk, chunk.base, where)
         if chunk.start:
             request, length, _, chain, _ = self._read_slab(chunk.slab)
             self._expect(where, "slab", (request, length), (chunk.request, chunk.start))
-            self._expect(where, "offset in a page", chunk.start % page_tokens, 0)
+            if self._reads_all or chunk.base is not None:
+                before = self._read_pages(where, chunk.pages, chunk.start, chain)
+        if filled:
+            self._expect(where, "that it begins inside a page, with a base,", chunk.base is not None, True)
         end = chunk.start + len(ids) // 4
         if chunk.sample is None:
             self._expect(where, "ids beyond the last whole page", end % page_tokens, 0)
         for index in range(chunk.start // page_tokens, -(-end // page_tokens)):
-            at = (index * page_tokens - chunk.start) * 4
-            part = ids[at : at + page_tokens * 4]
-            before, chain = chain, extend_chain(chain, part)
-            self._write_page(chunk.pages[index], chunk.request, index, len(part) // 4, before, chain)
+            at = max(0, index * page_tokens - chunk.start) * 4
+            part = ids[at : (index + 1) * page_tokens * 4 - chunk.start * 4]
+            before, chain = before if filled else chain, extend_chain(chain, part)
+            self._write_page(chunk.pages[index], index, filled + len(part) // 4, before, chain)
+            filled = 0
         sampled = None
         if chunk.sample is not None:
             sampled = draw(chain, chunk.sample, self.info.vocab_size, self._eos_share)
         self._write_slab(chunk.slab, chunk.request, end, -1 if sampled is None else sampled, chain)
+        if chunk.keep >= 0:
+            self._copy_slab(chunk.slab, chunk.keep)
         return sampled
+
+    def _copy_base(self, chunk: PrefillChunk, base: Base, where: str) -> None:
+        """Slab and open page as they were kept. The pages' tags show whether they belong to what is behind them."""
+        _, length, _, chain, _ = self._read_slab(base.slab)
+        self._expect(where, f"length of its base, slab {base.slab},", length, chunk.start)
+        self._write_slab(chunk.slab, chunk.request, length, -1, chain)
+        if base.page >= 0:
+            own = chunk.pages[chunk.start // self.info.page_tokens]
+            first, size = self._pages_at, _PAGE.size
+            tag = self._bytes[first + base.page * size : first + (base.page + 1) * size]
+            self._bytes[first + own * size : first + (own + 1) * size] = tag
+
+    def _copy_slab(self, source: int, target: int) -> None:
+        first, size = self._slabs_at, _SLAB.size
+        tag = self._bytes[first + source * size : first + (source + 1) * size]
+        self._bytes[first + target * size : first + (target + 1) * size] = tag
 
     def _run_row(self, row: DecodeRow) -> int:
         position, pages, page_tokens = row.position, row.pages, self.info.page_tokens
@@ -389,7 +433,7 @@ class SimDevice:
             before = _PAGE.unpack_from(self._bytes, self._pages_at + pages[index] * _PAGE.size)[3]
         else:
             before = chain
-        self._write_page(pages[index], request, index, offset + 1, before, grown)
+        self._write_page(pages[index], index, offset + 1, before, grown)
         sampled = draw(grown, row.sampling, self.info.vocab_size, self._eos_share)
         self._write_slab(row.slab, request, position + 1, sampled, grown)
         return sampled
@@ -453,11 +497,7 @@ class SimDevice:
         halves = words.view(np.uint32)
         befores, afters = halves[:, 4], halves[:, 5]
         # Bytes are compared in one call each; these arrays are far too small for numpy to be quick.
-        is_right = (
-            words[:, 0].tobytes() == int(rows.roster.requests[at]).to_bytes(8, "little") * index
-            and words[:, 1].tobytes() == self._whole_pages(index)
-            and befores[1:].tobytes() == afters[:-1].tobytes()
-        )
+        is_right = words[:, 1].tobytes() == self._whole_pages(index) and befores[1:].tobytes() == afters[:-1].tobytes()
         if not is_right or befores[0] or afters[-1] != chain:
             self._read_history(rows[at], chain)
             raise AssertionError(f"the history of {rows[at]} looks wrong, and is not")
@@ -470,28 +510,27 @@ class SimDevice:
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
         """All pages of a row that begins one: an unbroken chain, which ends at the slab's checksum."""
-        page_tokens, after = self.info.page_tokens, 0
-        index, offset = divmod(row.position, page_tokens)
-        for place in range(index + (offset > 0)):
-            after = self._read_page(row, place, min(page_tokens, row.position - place * page_tokens), after)
-        if after != chain:
-            where = f"row of request {row.request} at {row.position}"
-            self._expect(where, "checksum of its pages against its slab's", after, chain)
+        self._read_pages(f"row of request {row.request} at {row.position}", row.pages, row.position, chain)
 
-    def _read_page(self, row: DecodeRow, index: int, filled: int, before: int) -> int:
-        tag = _PAGE.unpack_from(self._bytes, self._pages_at + row.pages[index] * _PAGE.size)
-        if tag[:4] != (row.request, index, filled, before):
-            where = f"row of request {row.request} at {row.position}, page {row.pages[index]}"
-            self._expect(where, "tag of its page", tag[:4], (row.request, index, filled, before))
-        after: int = tag[4]
-        return after
+    def _read_pages(self, where: str, pages: Sequence[int], length: int, chain: int) -> int:
+        """The same of any sequence; returns the checksum before the last page."""
+        page_tokens, before, after = self.info.page_tokens, 0, 0
+        for index in range(-(-length // page_tokens)):
+            before, filled = after, min(page_tokens, length - index * page_tokens)
+            tag = _PAGE.unpack_from(self._bytes, self._pages_at + pages[index] * _PAGE.size)
+            if tag[1:4] != (index, filled, before):
+                self._expect(f"{where}, page {pages[index]}", "tag of its page", tag[1:4], (index, filled, before))
+            after = tag[4]
+        if after != chain:
+            self._expect(where, "checksum of its pages against its slab's", after, chain)
+        return before
 
     def _expect(self, where: str, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise Violation("tags", f"{self.info.name}: {where}: {what} is {found}, not {wanted}")
 
-    def _write_page(self, page: int, request: int, index: int, filled: int, before: int, after: int) -> None:
-        _PAGE.pack_into(self._bytes, self._pages_at + page * _PAGE.size, request, index, filled, before, after)
+    def _write_page(self, page: int, index: int, filled: int, before: int, after: int) -> None:
+        _PAGE.pack_into(self._bytes, self._pages_at + page * _PAGE.size, 0, index, filled, before, after)
 
     def _read_slab(self, slab: int) -> tuple[int, int, int, int, int]:
         return _SLAB.unpack_from(self._bytes, self._slabs_at + slab * _SLAB.size)  # type: ignore[return-value]
@@ -539,10 +578,9 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     for at in np.flatnonzero(offset == 0).tolist():
         step = bisect.bisect_right(bounds, at) - 1
         steps[step][0]._check_history(steps[step][1], at - bounds[step], int(index[at]), int(chain[at]))
-        pages[at] = (requests[at], index[at], 0, chain[at], chain[at])
+        pages[at] = (0, index[at], 0, chain[at], chain[at])
     is_wrong = (
-        (pages["request"] != requests)
-        | (pages["index"] != index)
+        (pages["index"] != index)
         | (pages["filled"] != offset)
         | (pages["after"] != chain)
         | (slabs["request"] != requests)

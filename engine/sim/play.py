@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from engine.core.decode import DecodeSide
+from engine.core.pages import PageState
 from engine.core.prefill import PrefillSide
 from engine.sim import seeded
 from engine.sim.checks import Auditor
@@ -24,6 +25,7 @@ from engine.sim.faults import draw_faults, run_faults
 from engine.sim.operators import draw_acts, rest, run_operators
 from engine.sim.scenario import Scenario
 from engine.sim.seeded import EventClock
+from engine.sim.talk import talk
 from engine.sim.trace import Trace
 from engine.sim.violation import Violation
 from engine.sim.workload import Answers, Requester, draw_asks
@@ -132,6 +134,8 @@ async def _play(scenario: Scenario, outcome: Outcome, hook: Any, clock: EventClo
         hook(world)
     load = scenario.load
     all_asks = draw_asks(load, random.Random(rng.random()), scenario.shape.vocab_size)
+    if load.talk_share:
+        all_asks = talk(all_asks, load, random.Random(f"{scenario.seed}:begins"), scenario.shape)
     streams = itertools.tee(all_asks, load.clients)
     faults = draw_faults(scenario.swarm, random.Random(rng.random()))
     extra = draw_faults(scenario.extra, random.Random(f"{scenario.seed}:extra faults"))
@@ -233,10 +237,10 @@ def _leftovers(world: World) -> list[str]:
         records = side.sequences if isinstance(side, DecodeSide) else side.prompts
         if records:
             left.append(f"{process.life.name} has {sorted((key, r.phase.value) for key, r in records.items())[:4]}")
-        pages, slabs = side.arena.pages, side.arena.slabs
-        if pages.num_free != pages.total or slabs.num_free != slabs.total:
-            left.append(
-                f"{process.life.name} has {pages.total - pages.num_free} pages and"
-                f" {slabs.total - slabs.num_free} slabs in use"
-            )
+        pools = side.arena.pages, side.arena.slabs
+        used = [pool.total - pool.num_free - pool.count(PageState.CACHED) for pool in pools]
+        if any(used):
+            left.append(f"{process.life.name} has {used[0]} pages and {used[1]} slabs in use")
+        elif pinned := side.gauges().pages_pinned:
+            left.append(f"{process.life.name} has {pinned} cached pages that somebody uses")
     return left

@@ -17,6 +17,7 @@ from engine.sim.drafting import draw_drafts
 from engine.sim.faults import KINDS, Swarm
 from engine.sim.gating import ExpertShape
 from engine.sim.operators import Operators
+from engine.sim.talk import draw_talk
 from engine.sim.variety import vary
 from engine.sim.workload import Load
 from engine.sim.world import WorldShape
@@ -59,6 +60,7 @@ class Scenario:
         operators: of clusters with experts.
         is_drawn: each seed varies it, see `variety`; of clusters with experts.
         may_draft: a third of the seeds draft, see `drafting`.
+        may_talk: half of the seeds have conversations, see `talk`.
         settle_s: after the last fault, or the last arrival, until every request must be answered.
         signals: instants at which an operator asks the head to stop; none: when everything is answered.
     """
@@ -74,6 +76,7 @@ class Scenario:
     operators: Operators = dataclasses.field(default_factory=Operators)
     is_drawn: bool = False
     may_draft: bool = False
+    may_talk: bool = False
 
     def replay_line(self) -> str:
         """The command that runs it again."""
@@ -141,7 +144,7 @@ def draw_scenario(seed: int) -> Scenario:
     if rng.random() < 0.15:
         first = rng.random() * FAULTS_S
         signals = (first, first + rng.random()) if rng.random() < 0.5 else (first,)
-    shape = draw_drafts(shape, seed)
+    shape, load = draw_talk(draw_drafts(shape, seed), load, seed)
     return Scenario("seed", seed, shape, load, swarm, _draw_extra(seed, swarm), SETTLE_S, signals)
 
 
@@ -198,6 +201,9 @@ def load_scenario(name: str, seed: int) -> Scenario:
         raise ConfigError("is_drawn and [operators] are for clusters with [experts]")
     if scenario.may_draft:
         scenario = dataclasses.replace(scenario, shape=draw_drafts(scenario.shape, seed))
+    if scenario.may_talk:
+        shape, load = draw_talk(scenario.shape, scenario.load, seed)
+        scenario = dataclasses.replace(scenario, shape=shape, load=load)
     return vary(scenario) if scenario.is_drawn else scenario
 
 

@@ -46,6 +46,7 @@ class Load:
         prompt, output: shortest and longest, in tokens, drawn evenly.
         cancel_share: of requests cancelled at a random time within `cancel_s` of their arrival.
         sample_share, end_share, minimum_share: of requests that sample with a seed, stop at ids, have a minimum.
+        talk_share: of requests that begin as earlier ones did, see `talk`.
     """
 
     requests: int = 20
@@ -59,6 +60,7 @@ class Load:
     sample_share: float = 0.0
     end_share: float = 0.0
     minimum_share: float = 0.0
+    talk_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from engine.errors import RemoteProtocolError
 from tests.actors.head_rig import VOCAB, Rig, emitted, pack, rows_of
 from transport.messages import (
     Abort,
+    AskRequests,
     CancelRequest,
     RankSnapshot,
     RequestAborted,
@@ -16,9 +17,12 @@ from transport.messages import (
     RequestFinished,
     RequestStarted,
     ReservePages,
+    Sampling,
     StartPrefill,
+    Submit,
     TokensEmitted,
 )
+from transport.wire import Frame
 
 
 async def placed(rig: Rig, *, num: int = 1):
@@ -318,6 +322,7 @@ async def test_a_request_that_fails_on_one_rank_is_aborted_on_the_other(nursery,
     rig.from_rank(1 - failing, RequestAborted(number, 1))
     assert await end.take() == []
     await rig.router.wait_idle()
+    assert rig.router.traffic().push_failures == 1
 
 
 async def test_a_client_that_does_not_read_is_dropped_whole_and_nobody_else_notices(nursery):
@@ -384,3 +389,46 @@ async def test_quarantined_pages_of_a_snapshot_steer_the_choice(nursery):
     rig.router.rank_snapshot(RankSnapshot(1, 1, 0, 0, 0, 0, 0, 0, 0, 64, 64, 8, *[0] * 11))
     rig.submit(client, 1)
     assert await one.take() == [] and len(await two.take()) == 1
+
+
+async def test_lines_about_a_request_have_its_callers_trace(nursery, caplog):
+    caplog.set_level("INFO", "engine.router")
+    rig = Rig(nursery)
+    client, *_ = rig.client()
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    label = f"bench-1 00-{trace}-00f067aa0ba902b7-01"
+    ids = memoryview(pack([1, 2, 3]))
+    for request, allowed in ((1, 4), (2, 1 << 20)):
+        submit = Submit(request, 1, 0, Sampling(max_tokens=allowed), 0, label)
+        rig.router.client_frames(client, [Frame(submit, ids)])
+    rig.rank(0, "prefill")
+    rig.rank(1, "decode")
+    number = rig.router.list_requests(AskRequests(10, 0)).rows[0].request
+    rig.start(1, number)
+    rig.emit(1, [(number, 1, 0, [7])])
+    rig.finish(1, number)
+    lines = {record.message: record.fields.get("trace_id") for record in caplog.records}
+    assert lines == {"request.refuse": trace, "request.finish": trace}
+
+
+async def test_a_wait_that_would_be_too_long_is_refused_at_once(nursery, autojump_clock):
+    rig = Rig(nursery, rank_waiting=1, queue_wait_s=1.5)
+    client, end, *_ = rig.client()
+    rig.rank(0, "prefill")
+    rig.rank(1, "decode")
+    rig.submit(client, 1)
+    rig.submit(client, 2)
+    assert await end.take() == [] and rig.router.num_waiting == 1
+    number = rig.router.list_requests(AskRequests(10, 0)).rows[0].request
+    await trio.sleep(1)
+    rig.submit(client, 3)  # it has one before it, and none was taken for a second
+    [refused] = await end.take()
+    assert isinstance(refused, RequestFailed) and refused.code == "queue_full" and refused.retryable
+    assert refused.message == "the engine is full: 1 requests are before this one, some 2.0 s (limits.queue_wait_s)"
+    rig.submit(client, 4, priority=-1)  # nobody is before it
+    assert rig.router.num_waiting == 2
+    rig.emit(1, [(number, 1, 0, [7])])
+    rig.finish(1, number)
+    assert rig.router.num_waiting == 1
+    rig.submit(client, 5)
+    assert isinstance((await end.take())[-1], RequestFailed), "a place a second, and one before it"

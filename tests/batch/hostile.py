@@ -349,8 +349,12 @@ BAD_FIELDS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 0},
     {"repetition_penalty": 101},
     {"min_p": 1.5},
-    {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}},
+    {"functions": [{"name": "f"}]},
+    {"response_format": {"type": "yaml"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+    {"structured_outputs": {"regex": "(a"}},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {"choice": ["b"]}, "min_tokens": 1},
     {"guided_regex": "a+"},
     {"model": "some-other-model"},
     {"prompt": 5},
@@ -365,6 +369,8 @@ BAD_FIELDS: tuple[dict[str, Any], ...] = (
 )
 """Completions with a field that can not be honoured."""
 BAD_BODIES: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
+    {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
     {"messages": []},
     {"messages": "hi"},
     {"messages": ["hi"]},

@@ -40,8 +40,19 @@ def test_the_bundled_model_drafts_by_itself() -> None:
 
 
 def test_all_ranks_must_agree() -> None:
-    digests = {resolve(*sets).config.digest for sets in ((), ("draft.tokens=1",), ("draft.max_rows=1",))}
-    assert len(digests) == 3
+    digests = {
+        resolve(*sets).config.digest
+        for sets in ((), ("draft.tokens=1",), ("draft.max_rows=1",), ("draft.acceptance=rejection",))
+    }
+    assert len(digests) == 4
+
+
+def test_rejection_has_to_be_asked_for() -> None:
+    assert resolve().config.draft.acceptance == "equal"
+    config = resolve("draft.acceptance=rejection").config
+    assert config.draft.acceptance == "rejection" and config.rank_config(1).draft == config.draft
+    with pytest.raises(ConfigError, match=r"draft\.acceptance"):
+        resolve("draft.acceptance=greedy")
 
 
 def test_a_model_without_drafter_does_not_draft_and_is_not_asked_to(tmp_path: Path) -> None:

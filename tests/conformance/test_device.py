@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from engine.config import Limits, RankConfig
-from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, StepPlan, build_roster
+from engine.core.plan import Base, DecodeRow, DecodeRows, PrefillChunk, StepPlan, build_roster
 from engine.errors import DeviceError, LocalProtocolError
 from engine.model.device import open_torch_device
 from engine.ports import Device
@@ -334,3 +334,38 @@ async def test_whatever_a_request_may_ask_of_sampling_is_taken(opened: Opened) -
                 assert (result.row_scores.top_logprobs <= 0).all()
         for at, scores in first.target_scores:
             assert at == 0 and scores.rows.tolist() == list(range(1, 17)) and len(scores.top_ids) == 32
+
+
+@pytest.mark.parametrize("cut", [5, 8, 13, 16, 20])
+async def test_a_prompt_goes_on_from_kept_state_as_from_its_own(opened: Opened, cut: int) -> None:
+    """Inside a page and at its end; two prompts on one base in a step, which part from what was kept."""
+    texts = [np.concatenate((PROMPT[:cut], np.array(more, "<i4"))) for more in ([30, 31, 32], [33])]
+
+    def chunk(request: int, slab: int, start: int, pages: tuple[int, ...], base: Base | None) -> PrefillChunk:
+        ids = texts[request - 2][start:]
+        return PrefillChunk(request, slab, start, memoryview(ids.tobytes()), pages, GREEDY, base=base)
+
+    async def answer(device: Device, first: int, tokens: list[int | None], tables: list[tuple[int, ...]]) -> list[int]:
+        found = [token for token in tokens if token is not None]
+        for step in range(3):
+            rows = [
+                DecodeRow(2 + at, 1 + at, len(texts[at]) + step, None, tables[at], GREEDY) for at in range(2)
+            ]  # fmt: skip
+            found += (await device.wait(device.submit(StepPlan(first + step, (), tuple(rows))))).row_tokens
+        return found
+
+    async with opened() as device:
+        plan = prefill(1, stop=cut)
+        kept = dataclasses.replace(plan.chunks[0], keep=3)
+        await device.wait(device.submit(StepPlan(1, (kept,), ())))
+        whole = cut // 8
+        tables = [((3, 4, 9, 7)[:whole] + own)[:4] for own in ((20, 21, 22, 23), (24, 25, 26, 27))]
+        base = Base(3, (3, 4, 9, 7)[whole] if cut % 8 else -1)
+        chunks = tuple(chunk(2 + at, 1 + at, cut, tables[at], base) for at in range(2))
+        result = await device.wait(device.submit(StepPlan(2, chunks, ())))
+        warm = await answer(device, 3, list(result.chunk_tokens), tables)
+    async with opened() as device:
+        tables = [(20, 21, 22, 23), (24, 25, 26, 27)]
+        chunks = tuple(chunk(2 + at, 1 + at, 0, tables[at], None) for at in range(2))
+        result = await device.wait(device.submit(StepPlan(1, chunks, ())))
+        assert await answer(device, 2, list(result.chunk_tokens), tables) == warm

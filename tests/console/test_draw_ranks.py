@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from console import words
@@ -15,7 +17,7 @@ from console.ranktable import find_waits, make_rows, mention_of, sum_pushes
 from console.view import ClusterView
 from tests.console.expertdata import NOW, Rack
 from tests.console.rackdata import make_busy_view, make_request, make_snapshot
-from transport.messages import RequestsReport
+from transport.messages import PrefixCounts, RequestsReport
 
 SIZES = [(80, 21), (120, 37), (200, 57)]
 LOST = {"state": "lost", "age_ms": 33_000, "reason": "killed by signal 9"}
@@ -301,3 +303,23 @@ def test_seventy_two_ranks_are_drawn_in_milliseconds() -> None:
     for _ in range(20):
         build(view, ui, 120, 37, NOW)
     assert (time.process_time() - began) / 20 < 0.02, words.us(1e6 * (time.process_time() - began) / 20)
+
+
+def test_cached_pages_that_nobody_uses_are_there_for_others() -> None:
+    view = make_busy_view()
+    (row,) = [row for row in make_rows(view, NOW) if row.name == "p00"]
+    snapshot = msgspec.structs.replace(
+        row.status.snapshot, pages_free=100, pages_owned=200, pages_total=1000, pages_cached=700, pages_pinned=50,
+        prefix=PrefixCounts(10_000, 9_340, 9_500, 12_000),
+    )  # fmt: skip
+    row = dataclasses.replace(row, status=msgspec.structs.replace(row.status, snapshot=snapshot))
+    assert row.pages_share == pytest.approx(25)
+    said = dict(describe(row))
+    assert said["cached"] == f"{words.short(700)} pages, {words.short(50)} used"
+    assert said["prompts hit"] == f"93.4%, {words.short(12_000)} evicted"
+    most = 2**31 - 1
+    snapshot = msgspec.structs.replace(
+        snapshot, pages_cached=most, pages_pinned=most, prefix=PrefixCounts(1, 1, 1, most)
+    )
+    row = dataclasses.replace(row, status=msgspec.structs.replace(row.status, snapshot=snapshot))
+    assert all(len(label) <= 13 and len(said) <= 24 for label, said in describe(row))

@@ -3,7 +3,8 @@
 Every message waits in the queue of its link until chance delivers it; writes land when chance says so, failed ones as
 well, perhaps long after; links break, processes die and come back. After every event each side's books are checked, and
 each landing write is checked against the state of the page that it hits: GRANTED or QUARANTINED, or the memory of
-somebody else was just overwritten.
+somebody else was just overwritten. What pages and slabs of prefill ranks hold is kept as the ids that led to it, so a
+prompt that goes on from the state of other ids, or a push that carries it, shows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.core.decode import DecodeSide
 from engine.core.effects import DropLink, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
 from engine.core.handoff import DecodePhase
 from engine.core.pages import PageState
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import PrefillChunk, StepPlan, StepResult
 from engine.core.prefill import PrefillSide
 from engine.core.schedule import SideSizes, StepLimits
 from engine.core.tokens import unpack_tokens
@@ -62,6 +63,9 @@ class Node:
     side: PrefillSide | DecodeSide
     steps: collections.deque[StepPlan] = dataclasses.field(default_factory=collections.deque)
     readings: collections.deque[ReadBack] = dataclasses.field(default_factory=collections.deque)
+    pages: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    slabs: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """Of a prefill rank: the ids up to where each is filled, as of the steps that are over."""
     is_dead: bool = False
     inbox: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
 
@@ -100,6 +104,8 @@ class Client:
     number: int
     prompt: list[int]
     sampling: Sampling
+    salt: str = ""
+    affinity: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     attempt: int = 0
     pair: tuple[int, int] = (-1, -1)
@@ -112,12 +118,21 @@ class Client:
 
 
 class Cluster:
-    """`faults` False: a world in which nothing fails, for liveness at the end. `checksums`: pushes have them."""
+    """`faults` False: a world in which nothing fails, for liveness at the end. `checksums`: pushes have them.
+    `caches`: prefill ranks keep what prompts leave."""
 
     def __init__(
-        self, seed: int, *, num_pages: int, num_slabs: int, num_prefill: int, num_decode: int, checksums: bool = False
+        self,
+        seed: int,
+        *,
+        num_pages: int,
+        num_slabs: int,
+        num_prefill: int,
+        num_decode: int,
+        checksums: bool = False,
+        caches: bool = False,
     ) -> None:
-        self.checksums = checksums
+        self.checksums, self.caches = checksums, caches
         self.rng = random.Random(seed)
         self.now_us = 0
         self.num_pages, self.num_slabs = num_pages, num_slabs
@@ -148,6 +163,7 @@ class Cluster:
             room_us=10**15,
             step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS}), prompts=3),
             checksums=self.checksums,
+            prefix_cache=self.caches,
         )
         kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
         return Node(rank, generation, kind(sizes))
@@ -240,6 +256,10 @@ class Cluster:
         wanted = {DecodePhase.GRANTED: PageState.GRANTED, DecodePhase.QUARANTINED: PageState.QUARANTINED}
         for first, page in enumerate(write.push.remote_pages, write.push.first):
             assert sequence.pages[first] == page
+            if sequence.phase is DecodePhase.GRANTED:
+                ids = self._ids_of(self.clients[sequence.key[0]])[: sequence.reserve.num_ids]
+                held = write.pair.prefill.pages[write.push.pages[first - write.push.first]]
+                assert held == ids[: (first + 1) * PAGE_TOKENS], "a push carries what belongs to other ids"
             assert decode.side.arena.pages.state_of(page) is wanted[sequence.phase]
         if write.push.slabs is not None:
             assert decode.side.arena.slabs.state_of(write.push.slabs[1]) is wanted[sequence.phase]
@@ -290,7 +310,16 @@ class Cluster:
             False,
         )
         ids, generated = [*client.prompt, *client.tokens], len(client.tokens)
-        start = StartPrefill(client.number, client.attempt, decode.rank, generated, client.sampling, 0)
+        start = StartPrefill(
+            client.number,
+            client.attempt,
+            decode.rank,
+            generated,
+            client.sampling,
+            0,
+            affinity=client.affinity,
+            cache_salt=client.salt,
+        )
         prefill.inbox.append((start, array("i", ids).tobytes()))
         reserve = ReservePages(client.number, client.attempt, prefill.rank, len(ids), generated, client.sampling)
         decode.inbox.append((reserve, b""))
@@ -327,6 +356,8 @@ class Cluster:
                 assert message.attempt == client.attempt > client.started and node.rank in client.open_on
                 client.started = message.attempt
                 assert message.decode_rank == node.rank and message.pushed_bytes > 0
+                assert message.cached_tokens <= message.prompt_tokens == len(client.prompt)
+                self.seen["cached"] += message.cached_tokens
             case RequestFinished():
                 client = self.clients[message.request]
                 assert message.attempt == client.attempt and not client.outcome
@@ -450,10 +481,44 @@ class Cluster:
         chunks = tuple(None if c.sample is None else token_at(c.request, c.start + c.num_tokens) for c in plan.chunks)
         rows = tuple(token_at(r.request, r.position + 1) for r in plan.rows)
         pages = node.side.arena.pages
-        for named in [*plan.chunks, *plan.rows]:
-            assert all(pages.state_of(page) in (PageState.OWNED, PageState.IN_FLIGHT) for page in named.pages)
+        for row in plan.rows:
+            assert all(pages.state_of(page) in (PageState.OWNED, PageState.IN_FLIGHT) for page in row.pages)
+        for chunk in plan.chunks:
+            self._compute(node, chunk)
         node.side.apply(StepResult(plan.step, chunks, rows, 10), self.now_us)
         self._collect(node)
+
+    def _ids_of(self, client: Client) -> list[int]:
+        return [*client.prompt, *client.tokens]
+
+    def _compute(self, node: Node, chunk: PrefillChunk) -> None:
+        """What a device does with pages and slabs, in terms of ids."""
+        states = node.side.arena.pages.state_of, node.side.arena.slabs.state_of
+        first, end = chunk.start // PAGE_TOKENS, chunk.start + chunk.num_tokens
+        ids = self._ids_of(self.clients[chunk.request])[:end]
+        assert memoryview(bytes(chunk.tokens)).cast("i").tolist() == ids[chunk.start :]
+        for place, page in enumerate(chunk.pages):
+            is_read_only = states[0](page) is PageState.CACHED
+            assert states[0](page) is PageState.OWNED or (is_read_only and place < first)
+        assert states[1](chunk.slab) is PageState.OWNED
+        if chunk.base is not None:
+            assert states[1](chunk.base.slab) is PageState.CACHED
+            node.slabs[chunk.slab] = node.slabs[chunk.base.slab]
+            assert (chunk.base.page >= 0) == (chunk.start % PAGE_TOKENS > 0)
+            if chunk.base.page >= 0:
+                assert states[0](chunk.base.page) is PageState.CACHED
+                node.pages[chunk.pages[first]] = node.pages[chunk.base.page]
+        assert not chunk.start or node.slabs[chunk.slab] == ids[: chunk.start], "a chunk goes on from other ids"
+        for place in range(-(-chunk.start // PAGE_TOKENS)):
+            held = node.pages[chunk.pages[place]]
+            assert held == ids[: chunk.start][: (place + 1) * PAGE_TOKENS], "a chunk reads a page of other ids"
+        for place in range(first, -(-end // PAGE_TOKENS)):
+            node.pages[chunk.pages[place]] = ids[: (place + 1) * PAGE_TOKENS]
+        node.slabs[chunk.slab] = ids
+        if chunk.keep >= 0:
+            assert states[1](chunk.keep) is PageState.OWNED
+            node.slabs[chunk.keep] = ids
+            self.seen["kept"] += 1
 
     def _deliver(self, pair: Pair, at_prefill: bool) -> None:
         message, blob = (pair.to_prefill if at_prefill else pair.to_decode).popleft()

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import collections
+import random
 
+import msgspec
 import pytest
 
+from engine.core import reuse
 from engine.core.handoff import PrefillPhase
-from tests.core.cluster import Client, Cluster
+from engine.core.pages import PageState
+from engine.core.plan import Base
+from engine.core.prefill import PrefillSide
+from engine.core.prefix import PrefixTree
+from engine.core.request import Prompt
+from engine.errors import LocalProtocolError
+from tests.core.cluster import Client, Cluster, Node, expect
 from transport.messages import Sampling
 
+ROOMS = ((24, 1), (24, 2), (24, 3), (24, 6), (80, 4), (80, 8), (80, 20), (240, 20))
+"""Pages and slabs of clusters with caches."""
 
-def play(seed: int, *, faults: bool, checksums: bool = False) -> Cluster:
-    """Thirty requests with faults, then quiet until nothing moves."""
-    cluster = Cluster(seed, num_pages=24, num_slabs=4, num_prefill=2, num_decode=2, checksums=checksums)
+
+def play(seed: int, *, faults: bool, checksums: bool = False, caches: bool = False) -> Cluster:
+    """Thirty requests with faults, then quiet until nothing moves. With caches most begin as others do."""
+    num_pages, num_slabs = random.Random(seed).choice(ROOMS) if caches else (24, 4)
+    cluster = Cluster(
+        seed,
+        num_pages=num_pages,
+        num_slabs=num_slabs,
+        num_prefill=2,
+        num_decode=2,
+        checksums=checksums,
+        caches=caches,
+    )
     cluster.faults = faults
     cluster.death_weight = (0.0, 0.003, 0.02)[seed % 3]
     rng = cluster.rng
@@ -25,6 +46,8 @@ def play(seed: int, *, faults: bool, checksums: bool = False) -> Cluster:
         )
         for number in range(30)
     ]
+    if caches:
+        _have_alike(waiting, random.Random(seed))
     for _ in range(30_000):
         if waiting and rng.random() < 0.05:
             cluster.submit(waiting.pop())
@@ -41,6 +64,27 @@ def play(seed: int, *, faults: bool, checksums: bool = False) -> Cluster:
         for node in writers:
             cluster.kill(node)
     raise AssertionError("it never comes to rest")
+
+
+def _have_alike(clients: list[Client], rng: random.Random) -> None:
+    """Most begin as another one, with its tokens behind it or without, up to anywhere; some are the same."""
+    for place, client in reversed(list(enumerate(clients))):  # the last one is submitted first
+        client.salt = rng.choice(["", "", "", "", "salt"])
+        client.affinity = rng.choice(["", "one", "other"])
+        if rng.random() < 0.1:
+            client.sampling = msgspec.structs.replace(client.sampling, prompt_logprobs=1)
+        if rng.random() < 0.8 and place + 1 < len(clients):
+            other = rng.choice(clients[place + 1 :])
+            ids = [*other.prompt, *expect(other)[0]]
+            begin = ids[: rng.choice([len(ids), len(other.prompt), rng.randrange(len(ids) + 1)])]
+            client.prompt = (begin + client.prompt[: rng.randrange(len(client.prompt) + 1)])[:28] or client.prompt
+
+
+def free_or_cached(node: Node) -> bool:
+    """Nothing is in use: all memory is free, or cached by nobody who still needs it."""
+    pools = node.side.arena.pages, node.side.arena.slabs
+    is_unused = all(pool.num_free + pool.count(PageState.CACHED) == pool.total for pool in pools)
+    return is_unused and node.side.gauges().pages_pinned == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,3 +131,92 @@ def test_with_checksums_everything_is_read_back_once_and_corruption_costs_an_att
     assert rough.seen["corrupt"] and rough.seen["kv_corrupt"] <= rough.seen["corrupt"]
     assert max(client.attempt for client in rough.clients.values()) > 1
     assert sum(node.side.gauges().corrupt_pushes for node in rough.nodes if not node.is_dead) <= rough.seen["corrupt"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_caches_and_without_faults_nothing_waits_for_ever_or_goes_on_from_other_ids(seed: int) -> None:
+    cluster = play(seed, faults=False, caches=True)
+    for client in cluster.clients.values():
+        assert client.outcome in ("finished", "aborted") and client.attempt == 1
+    for node in cluster.nodes:
+        assert free_or_cached(node)
+        assert not getattr(node.side, "prompts", None) and not getattr(node.side, "sequences", None)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_with_caches_and_faults_memory_is_accounted_for_on_every_way_out(seed: int) -> None:
+    cluster = play(seed, faults=True, caches=True, checksums=seed >= 60)
+    for client in cluster.clients.values():
+        assert client.outcome in ("finished", "aborted")
+    assert all(free_or_cached(node) for node in cluster.nodes[:2] if not node.is_dead)
+
+
+def test_caches_are_really_used() -> None:
+    seen: collections.Counter[str] = collections.Counter()
+    evicted = 0
+    for seed in range(30):
+        cluster = play(seed, faults=seed % 2 > 0, caches=True)
+        seen += cluster.seen
+        for node in cluster.nodes[:2]:
+            evicted += node.side.gauges().prefix.evicted_pages
+            counts = node.side.gauges().prefix
+            assert 0 <= counts.hit <= counts.possible <= counts.queried
+    assert seen["cached"] > 400 and seen["kept"] > 100 and evicted > 100, (seen, evicted)
+
+
+def keeps_pins_for_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixTree, "pin", lambda self, cut: None)
+    patch.setattr(PrefixTree, "unpin", lambda self, cut: None)
+
+
+def leaves_the_pin_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixTree, "unpin", lambda self, cut: None)
+
+
+def forgets_the_open_page(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reuse, "Base", lambda slab, page: Base(slab))
+
+
+def donates_when_it_is_computed(patch: pytest.MonkeyPatch) -> None:
+    """And not when all of it was pushed."""
+    original = PrefillSide._push
+
+    def push(self: PrefillSide, prompt: Prompt, is_last: bool) -> None:
+        original(self, prompt, is_last)
+        if is_last:
+            self.cache.donate(prompt, 0)
+
+    patch.setattr(PrefillSide, "_push", push)
+
+
+def finds_what_only_begins_alike(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixTree.find
+
+    def find(self, digests, ids, most):
+        cut, known = original(self, digests, ids, most)
+        deeper = [each for each in self._places() if cut is not None and each.parent is cut.parent and each.slab >= 0]
+        return (deeper[0] if deeper and deeper[0].position <= most else cut), known
+
+    patch.setattr(PrefixTree, "find", find)
+
+
+PLANTED = (
+    keeps_pins_for_itself,
+    leaves_the_pin_behind,
+    forgets_the_open_page,
+    donates_when_it_is_computed,
+    finds_what_only_begins_alike,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_bug_of_the_cache_is_found(plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for seed in range(80):
+        try:
+            cluster = play(seed, faults=seed % 2 > 0, caches=True)
+        except (AssertionError, LocalProtocolError):
+            return
+        if not all(free_or_cached(node) for node in cluster.nodes[:2] if not node.is_dead):
+            return
+    pytest.fail("80 seeds did not find it")

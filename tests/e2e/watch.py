@@ -86,6 +86,9 @@ class WatchedDevice:
     async def wait(self, ticket: StepTicket) -> StepResult:
         return await self.device.wait(ticket)
 
+    def foresee(self, grammar: str) -> None:
+        self.device.foresee(grammar)
+
     async def checksums(self, stretches: Sequence[Stretch]) -> tuple[int, ...]:
         return await self.device.checksums(stretches)
 

@@ -13,7 +13,14 @@ from engine.faces.metrics import absence_text, metrics_text
 from engine.version import VERSION
 from tests.faces.experts_samples import make_part, make_past, make_status, make_traffic
 from tests.faces.test_status import make_rank
-from transport.messages import LATENCY_BOUNDS_US, REBALANCE_BOUNDS_MS, DraftCounts, ExpertsReport, PartReport
+from transport.messages import (
+    LATENCY_BOUNDS_US,
+    REBALANCE_BOUNDS_MS,
+    DraftCounts,
+    ExpertsReport,
+    PartReport,
+    PrefixCounts,
+)
 
 NAMES = {
     "engine:up": ("gauge", ()),
@@ -27,6 +34,12 @@ NAMES = {
     "vllm:prompt_tokens": ("counter", ("model_name", "engine")),
     "vllm:prompt_tokens_cached": ("counter", ("model_name", "engine")),
     "vllm:generation_tokens": ("counter", ("model_name", "engine")),
+    "engine:tokens": ("counter", ("kind",)),
+    "vllm:prefix_cache_queries": ("counter", ("model_name", "engine")),
+    "vllm:prefix_cache_hits": ("counter", ("model_name", "engine")),
+    "engine:prefix_hit_possible_tokens": ("counter", ()),
+    "engine:prefix_cache_pages": ("gauge", ("state",)),
+    "engine:prefix_cache_evicted_pages": ("counter", ()),
     "vllm:spec_decode_num_drafts": ("counter", ("model_name", "engine")),
     "vllm:spec_decode_num_draft_tokens": ("counter", ("model_name", "engine")),
     "vllm:spec_decode_num_accepted_tokens": ("counter", ("model_name", "engine")),
@@ -37,6 +50,13 @@ NAMES = {
     "engine:requests_accepted": ("counter", ()),
     "engine:requests": ("counter", ("result",)),
     "engine:waiting_tokens": ("gauge", ()),
+    "engine:progress_age_seconds": ("gauge", ("pool",)),
+    "engine:step_p99_seconds": ("gauge", ("pool",)),
+    "engine:loop_lag_p99_seconds": ("gauge", ("pool",)),
+    "engine:pd_pushes": ("counter", ()),
+    "engine:pd_push_bytes": ("counter", ()),
+    "engine:pd_push_inflight": ("gauge", ()),
+    "engine:pd_failures": ("counter", ()),
     "engine:eplb_balancedness": ("gauge", ("pool", "part")),
     "engine:eplb_imbalance_max_layer": ("gauge", ("pool", "part")),
     "engine:eplb_lost_seconds": ("counter", ("pool", "part")),
@@ -60,7 +80,8 @@ def text_of(*parts: PartReport, **status: object) -> str:
 
 
 ORDER = (
-    "version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "position", "le",
+    "version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "position",
+    "kind", "le",
 )  # fmt: skip
 
 
@@ -189,6 +210,38 @@ def test_ranks_are_counted_by_state_and_corrupt_pushes_over_all() -> None:
         ("decode", "ready"): 2,
     }  # fmt: skip
     assert found["engine:pd_corrupt_pushes_total",] == 7
+
+
+def test_of_each_pool_the_worst_rank_is_told_and_pushes_are_summed() -> None:
+    ranks = [make_rank(0, "prefill", "ready"), make_rank(1, "prefill", "ready"), make_rank(2, "decode", "starting")]
+    for at, age, pushes in ((0, 2500, 3), (1, 100, 4)):
+        changes = {"step_age_ms": age, "pushes": pushes, "pushes_inflight": at}
+        ranks[at] = msgspec.structs.replace(ranks[at], snapshot=msgspec.structs.replace(ranks[at].snapshot, **changes))
+    status = make_status(ranks=tuple(ranks))
+    found = samples(metrics_text(status, ExpertsReport(()), make_traffic(push_failures=9), NOW))
+    assert found["engine:progress_age_seconds", "prefill"] == 2.5
+    assert ("engine:progress_age_seconds", "decode") not in found, "nobody knows"
+    assert found["engine:loop_lag_p99_seconds", "prefill"] == pytest.approx(0.0975)
+    assert found["engine:pd_pushes_total",] == 7 and found["engine:pd_push_inflight",] == 1
+    assert found["engine:pd_push_bytes_total",] == 2 * (900 << 20) and found["engine:pd_failures_total",] == 9
+
+
+def test_the_prefix_cache_is_summed_over_ranks() -> None:
+    ranks = [make_rank(0, "prefill", "ready"), make_rank(1, "prefill", "ready"), make_rank(2, "decode", "starting")]
+    for at, cached, pinned in ((0, 40, 10), (1, 5, 5)):
+        snapshot = msgspec.structs.replace(ranks[at].snapshot, pages_cached=cached, pages_pinned=pinned)
+        ranks[at] = msgspec.structs.replace(ranks[at], snapshot=snapshot)
+    found = samples(text_of(ranks=tuple(ranks), prefix=PrefixCounts(1000, 700, 720, 3)))
+    assert found["vllm:prefix_cache_queries_total", "nano", "0"] == 1000
+    assert found["vllm:prefix_cache_hits_total", "nano", "0"] == 700
+    assert found["engine:prefix_hit_possible_tokens_total",] == 720
+    assert found["engine:prefix_cache_evicted_pages_total",] == 3
+    assert found["engine:prefix_cache_pages", "pinned"] == 15 and found["engine:prefix_cache_pages", "unpinned"] == 30
+    traffic = make_traffic()
+    kinds = [found["engine:tokens_total", kind] for kind in ("cached", "new", "output")]
+    assert kinds == [
+        traffic.cached_tokens, traffic.prompt_tokens - traffic.cached_tokens, traffic.generated_tokens
+    ]  # fmt: skip
 
 
 def test_what_nobody_knows_yet_is_absent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.console import Console
 
+from engine.faces.rankrows import RankRow, render_rows
 from engine.faces.status import render_status, status_json
 from transport.messages import PROTOCOL_VERSION, ExpertsReport, PartReport, RankSnapshot, RankStatus, StatusReport
 
@@ -65,3 +66,20 @@ def test_json_has_every_figure_by_name() -> None:
     data = json.loads(json.dumps(status_json(make_status(degraded=("x",)), ExpertsReport((make_part(),)))))
     assert data["schema"] == 1 and data["degraded"] == ["x"] and data["reasons"] == []
     assert data["ranks"][0]["snapshot"]["pages_total"] == 4096 and data["experts"][0]["skew"]["layer"] == 4
+
+
+def test_cached_pages_that_nobody_uses_are_not_used() -> None:
+    rank = make_rank(0, "prefill", "ready")
+    snapshot = msgspec.structs.replace(rank.snapshot, pages_free=1000, pages_cached=2500, pages_pinned=300)
+    rank = msgspec.structs.replace(rank, snapshot=snapshot)
+    assert snapshot.pages_available == 3200
+    report = StatusReport(
+        version=PROTOCOL_VERSION, cluster="engine", model="nano", head_pid=4240, uptime_ms=61_000, ready=True,
+        reasons=(), waiting=0, running=0, finished=0, failed=0, ranks=(rank,),
+    )  # fmt: skip
+    [p0] = [line.split() for line in render(report) if line.startswith("p0")]
+    assert "896/4096" in p0
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render_rows([RankRow(rank, "", None)]))
+    assert " 22% " in capture.get()

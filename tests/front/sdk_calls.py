@@ -25,13 +25,39 @@ def main(url: str) -> dict[str, object]:
     said["several"] = [choice.index for choice in several.choices]
     stopped = client.chat.completions.create(**ask, **sure, stop=" is")
     said["stopped"] = [stopped.choices[0].message.content, stopped.choices[0].finish_reason]
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "people": {"type": "integer", "minimum": 0, "maximum": 9999},
+        },
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    drawn = {"temperature": 0.8, "max_tokens": 300}
+    formed = [client.chat.completions.create(**ask, **drawn, seed=seed, response_format=form) for seed in range(4)]
+    said["formed"] = [[each.choices[0].message.content, each.choices[0].finish_reason] for each in formed]
+    chunks = list(client.chat.completions.create(**ask, **drawn, seed=0, response_format=form, stream=True))
+    said["formed stream"] = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    drawn["extra_body"] = {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}
+    chosen = client.completions.create(model="nano", prompt="Is it?", n=4, **drawn)
+    said["chosen"] = [choice.text for choice in chosen.choices]
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.chat.completions.create(**ask, temperature=0.8, max_tokens=300, seed=2, **forced)
+    streamed = client.chat.completions.create(**ask, temperature=0.8, max_tokens=300, seed=2, **forced, stream=True)
+    deltas = [choice.delta.tool_calls or [] for chunk in streamed for choice in chunk.choices]
+    (call,) = called.choices[0].message.tool_calls
+    said["called"] = [called.choices[0].finish_reason, call.function.name, call.function.arguments]
+    said["called stream"] = [[each.function.name, each.function.arguments] for told in deltas for each in told]
     raw = client.chat.completions.with_raw_response.create(**ask, max_tokens=1, extra_headers={"X-Request-Id": "mine"})
     said["request_id"] = raw.headers["x-request-id"]
     errors = []
     for change in (
         {"model": "gpt"},
         {"max_tokens": 10**6},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "function", "function": {"name": "no name"}}]},
     ):
         try:
             client.chat.completions.create(**{**ask, **change})

@@ -96,9 +96,18 @@ def test_the_official_client_is_content(running):
     assert said["errors"] == [
         ["NotFoundError", 404, "model_not_found"],
         ["BadRequestError", 400, "context_length_exceeded"],
-        ["BadRequestError", 400, "unsupported_field"],
+        ["BadRequestError", 400, "invalid_field"],
         ["AuthenticationError", 401, "invalid_api_key"],
     ]
+    for text, reason in said["formed"]:
+        place = json.loads(text)
+        assert reason == "stop" and set(place) == {"city", "people"}
+        assert len(place["city"]) <= 12 and isinstance(place["people"], int) and place["people"] <= 9999
+    assert said["formed stream"] == said["formed"][0][0]
+    reason, name, arguments = said["called"]
+    assert (reason, name) == ("tool_calls", "look_up") and set(json.loads(arguments)) == {"city", "people"}
+    assert said["called stream"] == [[name, arguments]]
+    assert set(said["chosen"]) <= {"yes", "no", "perhaps"}
     running.wait(r"h\d .*request.finish.*status=499.*finish=hang_up stage=decode")
     assert running.get("/ready")[0] == 200
     metrics = running.get("/metrics")[1].decode()

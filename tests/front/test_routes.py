@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.front.rig import ids_of, run, running_front
+from tests.front.rig import ids_of, run, running_front, served
 from tests.front.scripted_head import rank_status, status_report
 
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
@@ -22,9 +22,35 @@ REFUSED = {
     "mixed prompts": (TEXT_PATH, {"prompt": ["a", 5]}, 400, "invalid_field", "not both"),
     "foreign id": (TEXT_PATH, {"prompt": [9999]}, 400, "invalid_field", "8192"),
     "model": (CHAT_PATH, CHAT | {"model": "gpt"}, 404, "model_not_found", "'gpt' does not exist"),
-    "tools": (CHAT_PATH, CHAT | {"tools": [{"type": "function"}]}, 400, "unsupported_field", "not supported"),
-    "format": (
-        CHAT_PATH, CHAT | {"response_format": {"type": "json_object"}}, 400, "unsupported_field", "not supported"
+    "tools": (CHAT_PATH, CHAT | {"tools": [{"type": "function"}]}, 400, "invalid_field", "`function`"),
+    "functions": (CHAT_PATH, CHAT | {"functions": [{"name": "f"}]}, 400, "unsupported_field", "not supported"),
+    "a call without tools": (CHAT_PATH, CHAT | {"tool_choice": "required"}, 400, "invalid_field", "there are no tools"),
+    "format": (CHAT_PATH, CHAT | {"response_format": {"type": "yaml"}}, 400, "invalid_field", "'yaml'"),
+    "no schema": (
+        CHAT_PATH, CHAT | {"response_format": {"type": "json_schema"}}, 400, "invalid_field", "schema: missing"
+    ),
+    "schema": (
+        CHAT_PATH, CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+        400, "invalid_field", "Invalid type: strin",
+    ),
+    "schema of nothing": (
+        TEXT_PATH, TEXT | {"structured_outputs": {"json": {"type": "string", "minLength": 5, "maxLength": 2}}},
+        400, "invalid_field", "minLength (5) is greater than maxLength (2)",
+    ),
+    "regex": (TEXT_PATH, TEXT | {"structured_outputs": {"regex": "(a"}}, 400, "invalid_field", "invalid regex"),
+    "grammar": (
+        TEXT_PATH, TEXT | {"structured_outputs": {"grammar": "start: b"}}, 400, "invalid_field", "unknown name"
+    ),
+    "long choice": (
+        TEXT_PATH, TEXT | {"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, 400, "invalid_field",
+        "(limit 65536)",
+    ),
+    "two forms": (
+        TEXT_PATH, TEXT | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "invalid_field", "only one of",
+    ),
+    "form and no end": (
+        TEXT_PATH, TEXT | {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "invalid_field",
+        "says where the text ends",
     ),
     "scores of a prompt in a stream": (
         TEXT_PATH, TEXT | {"prompt_logprobs": 1, "stream": True}, 400, "unsupported_field", "not supported in a stream"
@@ -68,12 +94,16 @@ def test_models_tokens_and_version():
             back = (await rig.post("/detokenize", {"tokens": text["tokens"]})).json
             bad = await rig.post("/detokenize", {"tokens": [-1]})
             version = (await rig.get("/version")).json
+            info = (await rig.get("/tokenizer_info")).json
         assert models["object"] == "list" and models["data"] == [one]
         assert one["id"] == one["root"] == "nano" and one["max_model_len"] == 2048
         assert (none.status, none.error["code"]) == (404, "model_not_found")
         assert text["count"] == len(text["tokens"]) == len(text["token_strs"]) and text["token_strs"][1] == "Hello"
         assert back["prompt"].endswith("Hello wörld") and chat["count"] > 1
         assert bad.status == 400 and version.keys() == {"version"}
+        assert (info["bos_token_id"], info["add_bos_token"]) == (text["tokens"][0], True)
+        assert info["eos_token"] == served().codec.decode([info["eos_token_id"]], skip_special=False)
+        assert info["vocab_size"] == served().codec.vocab_size and info["model_max_length"] == 2048
 
     run(main)
 

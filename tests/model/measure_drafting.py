@@ -36,6 +36,8 @@ from transport.messages import ReservePages, Sampling
 PAGE_TOKENS, PAGES = 64, 8
 ROWS = (1, 2, 4, 8, 32)
 DRAFTS = (0, 1, 2, 3, 5)
+BY_REJECTION = (2, 3)
+"""Drafts with which the other rule is measured as well, where texts are drawn."""
 MOST_ROWS, SETS = max(ROWS), 4
 
 
@@ -60,17 +62,20 @@ class Rank:
             0, "", limits, draft=DraftConfig(max(DRAFTS), MOST_ROWS),
         )  # fmt: skip
         model, self.info, _, proposer = _load(config, lambda *_: None, False, "", None)
-        self.runner = StepRunner(model, self.info, proposer)
+        self.runners = {rejects: StepRunner(model, self.info, proposer, rejects=rejects) for rejects in (False, True)}
 
-    def measure(self, prompts: list[list[int]], drafts: int, temperature: float, tokens: int) -> tuple[float, float]:
+    def measure(
+        self, prompts: list[list[int]], drafts: int, rejects: bool, temperature: float, tokens: int
+    ) -> tuple[float, float]:
         """(tokens per second, tokens of a sequence in a step) until so many have come for each sequence."""
+        runner = self.runners[rejects]
         limits = StepLimits(512, PAGE_TOKENS, MOST_ROWS, frozenset(), drafts=drafts, draft_rows=MOST_ROWS)
         state = Schedule(running=Running(drafts, MOST_ROWS))
         for at, prompt in enumerate(prompts):
             sampling = Sampling(max_tokens=350, temperature=temperature, seed=100 + at, ignore_eos=True)
             pages = tuple(range(at * PAGES, (at + 1) * PAGES))
             chunk = PrefillChunk(at, at, 0, memoryview(array("i", prompt).tobytes()), pages, sampling)
-            (first,) = self.runner.run(copy_plan(StepPlan(1, (chunk,), ()))).chunk_tokens
+            (first,) = runner.run(copy_plan(StepPlan(1, (chunk,), ()))).chunk_tokens
             assert first is not None
             sequence = Sequence((at, 1), ReservePages(at, 1, 0, len(prompt), 0, sampling), 350, 0, at)
             sequence.pages, sequence.slab, sequence.sampling = pages, at, sampling
@@ -81,7 +86,7 @@ class Rank:
         while came < tokens * len(prompts):
             plan = plan_step(state, limits)
             assert plan is not None
-            rows = apply_result(state, self.runner.run(copy_plan(plan)), limits).rows
+            rows = apply_result(state, runner.run(copy_plan(plan)), limits).rows
             assert rows is not None and not rows.ended
             came += len(rows.tokens)
             steps += 1
@@ -93,24 +98,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rank = Rank()
     found: dict[str, Any] = {}
     for temperature in (0.0, 0.7):
-        for rows in ROWS:
-            speeds: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
-            brought: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
+        ways = {str(drafts): (drafts, False) for drafts in DRAFTS}
+        if temperature:
+            ways |= {f"{drafts} by rejection": (drafts, True) for drafts in BY_REJECTION}
+        for rows in options.rows:
+            speeds: dict[str, list[float]] = {way: [] for way in ways}
+            brought: dict[str, list[float]] = {way: [] for way in ways}
             groups = [prompts[at : at + rows] for at in range(0, max(rows, SETS * rows), rows)][: -(-8 // rows)]
             for _ in range(options.repeats):
-                for drafts in DRAFTS:
-                    measured = [rank.measure(group, drafts, temperature, options.tokens) for group in groups]
-                    speeds[drafts].append(statistics.harmonic_mean([speed for speed, _ in measured]))
-                    brought[drafts].append(statistics.mean([count for _, count in measured]))
-            plain = np.array(speeds[0])
-            for drafts in DRAFTS:
-                ratios = np.array(speeds[drafts]) / plain
-                found.setdefault(f"T={temperature:g}", {}).setdefault(str(rows), {})[str(drafts)] = {
-                    "tokens_per_s": [round(speed, 1) for speed in speeds[drafts]],
-                    "tokens_per_step": round(statistics.mean(brought[drafts]), 3),
+                for way, rule in ways.items():
+                    measured = [rank.measure(group, *rule, temperature, options.tokens) for group in groups]
+                    speeds[way].append(statistics.harmonic_mean([speed for speed, _ in measured]))
+                    brought[way].append(statistics.mean([count for _, count in measured]))
+            plain = np.array(speeds["0"])
+            for way in ways:
+                ratios = np.array(speeds[way]) / plain
+                found.setdefault(f"T={temperature:g}", {}).setdefault(str(rows), {})[way] = {
+                    "tokens_per_s": [round(speed, 1) for speed in speeds[way]],
+                    "tokens_per_step": round(statistics.mean(brought[way]), 3),
                     "ratio": [round(float(f), 3) for f in (np.median(ratios), ratios.min(), ratios.max())],
                 }
-                print(temperature, rows, drafts, found[f"T={temperature:g}"][str(rows)][str(drafts)], flush=True)
+                print(temperature, rows, way, found[f"T={temperature:g}"][str(rows)][way], flush=True)
     return found
 
 
@@ -119,6 +127,7 @@ def main() -> None:
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24, help="of each sequence in a sample")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, choices=ROWS, help="sequences in a step")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     record = {

@@ -14,6 +14,7 @@ from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, Scores, StepPl
 from engine.core.request import sampling_at
 from engine.model.device import TorchDevice
 from engine.model.drafting import Pick, Proposal, Proposer
+from engine.model.grammars import Grammars
 from engine.model.proposers import make_proposer
 from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo
@@ -108,15 +109,25 @@ def open_device(
     eos: int,
     *,
     page_tokens: int | None = None,
+    rejects: bool = False,
+    grammars: Grammars | None = None,
 ) -> TorchDevice:
-    """A device for these requests, with no proposer, the model's own ("own") or another one."""
+    """A device for these requests, with no proposer, the model's own ("own") or another one; `rejects`: see there."""
     pages = 1 + max(max(request.pages) for request in requests)
     slabs = 1 + max(request.slab for request in requests)
     model = make_model(source, page_tokens=page_tokens, pages=pages, slabs=slabs, chunk=320, max_tokens=512)
-    return wrap(model, source, proposer, eos)
+    return wrap(model, source, proposer, eos, rejects=rejects, grammars=grammars)
 
 
-def wrap(model: PagedTransformer, source: Source, proposer: Proposer | str | None, eos: int) -> TorchDevice:
+def wrap(
+    model: PagedTransformer,
+    source: Source,
+    proposer: Proposer | str | None,
+    eos: int,
+    *,
+    rejects: bool = False,
+    grammars: Grammars | None = None,
+) -> TorchDevice:
     layout = model.arena.layout
     info = DeviceInfo(
         name="cpu",
@@ -133,7 +144,8 @@ def wrap(model: PagedTransformer, source: Source, proposer: Proposer | str | Non
     own = make_proposer(model, source.weights)
     if isinstance(proposer, Knowing):
         proposer._inner = own
-    return TorchDevice(model, info, proposer=own if isinstance(proposer, str) else proposer)
+    chosen = own if isinstance(proposer, str) else proposer
+    return TorchDevice(model, info, proposer=chosen, rejects=rejects, grammars=grammars)
 
 
 @dataclasses.dataclass
@@ -193,7 +205,7 @@ class Host:
             request.computed += count
             ids = memoryview(request.prompt[start : start + count].astype("<i4").tobytes())
             settings = request.sampling if last else None
-            seen = memoryview(request.prompt.astype("<i4").tobytes()) if last and settings.has_penalties else None
+            seen = memoryview(request.prompt.astype("<i4").tobytes()) if last and settings.needs_seen else None
             chunks.append(PrefillChunk(1 + request.slab, request.slab, start, ids, request.pages, settings, seen))
             told.append((request, last))
         drafts = rng.choice(self._drafts)

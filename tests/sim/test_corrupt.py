@@ -83,7 +83,7 @@ def test_a_transport_that_says_it_is_done_before_the_second_time_is_found_out(mo
 # ---------------------------------------------------------------- what seeds draw
 
 SHAPE_DRAWS = (
-    "prefill", "decode", "page_tokens", "num_pages", "num_slabs", "max_model_tokens", "eos_share", "prefill_group",
+    "prefill", "decode", "page_tokens", "num_pages", "max_model_tokens", "eos_share", "prefill_group",
     "decode_group", "link_latency_s", "fabric_latency_s", "fabric_bytes_per_s",
 )  # fmt: skip
 LIMIT_DRAWS = (
@@ -93,7 +93,8 @@ LIMIT_DRAWS = (
 
 
 def test_what_seeds_drew_before_the_later_kinds_they_draw_still() -> None:
-    """seeds.txt and the planted bugs rest on it. If this has to change, look for new seeds."""
+    """seeds.txt and the planted bugs rest on it. If this has to change, look for new seeds. Left out is what
+    conversations came with: so many slabs, and their share of the requests."""
     value = 0
     for seed in range(300):
         scenario = draw_scenario(seed)
@@ -101,9 +102,10 @@ def test_what_seeds_drew_before_the_later_kinds_they_draw_still() -> None:
         parts = [(name, getattr(shape, name)) for name in SHAPE_DRAWS]
         parts += [(name, getattr(limits, name)) for name in LIMIT_DRAWS]
         faults = draw_faults(scenario.swarm, random.Random(seed))
-        drawn = (parts, scenario.load, scenario.swarm, scenario.settle_s, scenario.signals, faults)
+        load = [value for name, value in dataclasses.asdict(scenario.load).items() if name != "talk_share"]
+        drawn = (parts, load, scenario.swarm, scenario.settle_s, scenario.signals, faults)
         value = zlib.crc32(repr(drawn).encode(), value)
-    assert f"{value:08x}" == "2172e66b"
+    assert f"{value:08x}" == "7b46d9f5"
 
 
 def test_seeds_draw_the_later_kinds_too() -> None:

@@ -14,7 +14,7 @@ import trio
 
 from engine.actors import push, rank, router
 from engine.actors.intake import Inbox, PushDone
-from engine.core import backlog, decode, fence, prefill, running
+from engine.core import backlog, decode, fence, plan, prefill, prefix, reuse, running
 from engine.core.handoff import (
     DECODE,
     PREFILL,
@@ -27,6 +27,7 @@ from engine.core.handoff import (
 from engine.core.pages import PageState
 from engine.core.request import judge_token
 from engine.core.tables import Transition
+from engine.sim import device
 from engine.sim.play import play
 from engine.sim.scenario import draw_scenario
 from transport.fabric import TransferReport
@@ -71,7 +72,7 @@ def failed_push_believed_to_be_over(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(PREFILL, (phase, PrefillEvent.PUSH_FAILED), Transition(PrefillPhase.ENDING, actions))
 
 
-@bug("late-write", seeds=40)
+@bug("late-write", seeds=40, first=4)
 def epoch_ended_while_a_write_runs(patch: pytest.MonkeyPatch) -> None:
     events = (PrefillEvent.REVOKE, ()), (PrefillEvent.ABORT, (Action.ACK,)), (PrefillEvent.PUSH_OVERDUE, (Action.FAIL,))
     for event, actions in events:
@@ -268,6 +269,77 @@ def end_of_a_row_beyond_its_pages(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(lineup, roster=dataclasses.replace(lineup.roster, ends=ends))
 
     patch.setattr(running.Running, "_line_up", line_up)
+
+
+@bug("pages", "tags", seeds=40)
+def cut_evicted_that_a_prompt_goes_on_from(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix.PrefixTree, "pin", lambda self, cut: None)
+    patch.setattr(prefix.PrefixTree, "unpin", lambda self, cut: None)
+
+
+@bug("pages", "tags", seeds=130, first=115)
+def cut_let_go_before_the_last_push_is_over(patch: pytest.MonkeyPatch) -> None:
+    original, unpin = prefill.PrefillSide._push, prefix.PrefixTree.unpin
+
+    def push(self, prompt, is_last):
+        original(self, prompt, is_last)
+        if is_last and prompt.cut is not None:
+            unpin(self.cache._tree, prompt.cut)
+
+    patch.setattr(prefill.PrefillSide, "_push", push)
+    patch.setattr(prefix.PrefixTree, "unpin", lambda self, cut: unpin(self, cut) if cut.pins else None)
+
+
+@bug("pages", seeds=10)
+def prompt_donated_before_its_last_push_is_over(patch: pytest.MonkeyPatch) -> None:
+    original, donate, give_back = prefill.PrefillSide._push, reuse.PrefixCache.donate, reuse.PrefixCache.give_back
+    donated = set()
+
+    def push(self, prompt, is_last):
+        original(self, prompt, is_last)
+        if is_last:
+            kept = prompt.pages, prompt.slab
+            donate(self.cache, prompt, 0)
+            prompt.pages, prompt.slab = kept
+            donated.add(prompt)
+
+    patch.setattr(prefill.PrefillSide, "_push", push)
+    patch.setattr(reuse.PrefixCache, "donate", lambda self, prompt, now_us: None)
+    patch.setattr(
+        reuse.PrefixCache, "give_back", lambda self, prompt: None if prompt in donated else give_back(self, prompt)
+    )
+
+
+@bug("tags", seeds=20)
+def state_kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
+    original = device.SimDevice._run_chunk
+
+    def run_chunk(self, chunk, ids):
+        if chunk.keep >= 0:
+            self._copy_slab(chunk.slab, chunk.keep)
+        return original(self, dataclasses.replace(chunk, keep=-1), ids)
+
+    patch.setattr(device.SimDevice, "_run_chunk", run_chunk)
+
+
+@bug("tags", seeds=20)
+def open_page_not_copied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reuse, "Base", lambda slab, page: plan.Base(slab))
+
+
+@bug("stream", seeds=60)
+def prefix_found_by_its_length(patch: pytest.MonkeyPatch) -> None:
+    """The ids behind the last page end are not compared."""
+    original = prefix.PrefixTree.find
+
+    def find(self, digests, ids, most):
+        cut, known = original(self, digests, ids, most)
+        if cut is not None:
+            alike = [each for each in self._places() if each.end == cut.end and each.tail and each.position <= most]
+            cut = next((each for each in alike if each is not cut), cut)
+        return cut, known
+
+    patch.setattr(prefix.PrefixTree, "find", find)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -51,7 +51,7 @@ def test_several_seeds_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def plant_crash(patch: pytest.MonkeyPatch) -> None:
-    def place(self, entry, pair):
+    def place(self, entry, pair, spared):
         raise ZeroDivisionError("as planted")
 
     patch.setattr(router.Router, "_place", place)

@@ -195,8 +195,8 @@ def refusal(meta: bytes, kind: int = SUBMIT, blob_len: int = 0, accepts: frozens
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (HEADER.pack(META_LIMIT + 1, 0, SUBMIT, 1, 0), "kind 3, Submit: meta of 65537 bytes (limit 65536)"),
-        (HEADER.pack(2**32 - 1, 0, SUBMIT, 1, 0), "kind 3, Submit: meta of 4294967295 bytes (limit 65536)"),
+        (HEADER.pack(META_LIMIT + 1, 0, 4, 1, 0), "kind 4, CancelRequest: meta of 65537 bytes (limit 65536)"),
+        (HEADER.pack(2**32 - 1, 0, SUBMIT, 1, 0), "kind 3, Submit: meta of 4294967295 bytes (limit 131072)"),
         (HEADER.pack(5, IDS_LIMIT + 4, SUBMIT, 1, 0), "kind 3, Submit: blob of 4194308 bytes (limit 4194304)"),
         (HEADER.pack(5, 6, SUBMIT, 1, 0), "kind 3, Submit: blob of 6 bytes is not a whole number of int32"),
         (HEADER.pack(5, 1, 4, 1, 0), "kind 4, CancelRequest: blob of 1 bytes (limit 0)"),
@@ -233,7 +233,7 @@ GOOD = msgpack.packb([1, 1, 0, [0.0, 1.0, 0, 0, 16, 0, False, []], 0, ""])
         (b"\xdf\xff\xff\xff\xff", "max_map_len(0)"),
         (b"\xdd\xff\xff\xff\xff", f"max_array_len({ARRAY_LIMIT})"),
         (b"\xdb\xff\xff\xff\xff", "incomplete"),
-        (b"\x91\xda\x40\x01" + b"x" * 0x4001, "max_str_len(16384)"),
+        (b"\x91\xdb\x00\x01\x00\x01" + b"x" * 0x10001, "max_str_len(65536)"),
         (b"\xc6\xff\xff\xff\xff", "incomplete"),
         (b"\x91\xc4\x01x", "max_bin_len(0)"),
         (b"\xc9\xff\xff\xff\xff\x01", "max_ext_len(0)"),
@@ -247,7 +247,7 @@ GOOD = msgpack.packb([1, 1, 0, [0.0, 1.0, 0, 0, 16, 0, False, []], 0, ""])
         (msgpack.packb([True, 1, 0, []]), "Expected `int`, got `bool`"),
         (msgpack.packb(["1", 1, 0, []]), "Expected `int`, got `str`"),
         (msgpack.packb([1, 1]), "Expected `array` of at least length 4"),
-        (msgpack.packb([1, 1, 0, [], 0, "", 7]), "Expected `array` of at most length 6"),
+        (msgpack.packb([1, 1, 0, [], 0, "", "", "", 7]), "Expected `array` of at most length 8"),
         (msgpack.packb([1, 1, 0, [0.0, 1.0, 0, 0, 16, 0, False, [1] * 65]]), "length <= 64"),
         (msgpack.packb([1, 1, 0, [], 0, "x" * 257]), "length <= 256"),
         (msgpack.packb([1, 1, 0, [float("nan")], 0, ""]), "float"),

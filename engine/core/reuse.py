@@ -1,0 +1,214 @@
+"""PrefixCache: gives prompts their memory, with what earlier prompts left, and keeps what they leave.
+
+A prompt that begins as an earlier one did goes on from the deepest cut of it: the cut's full pages are shared, its slab
+and its open page are copied by the device. Each prompt leaves a cut at its end. One that agrees with cached pages well
+beyond its cut leaves a *branch cut* where they part, so that what many prompts begin with is found from the third on.
+
+Nothing waits for the cache or fails by it: free memory is used first, then cuts are given up as far as one prompt
+needs, its own among them; and slabs that are to keep a state are given back where a prompt has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.core.arena import Arena, Holding
+from engine.core.fingerprint import Fingerprints, SeenPages
+from engine.core.pages import PageState
+from engine.core.plan import Base
+from engine.core.prefix import Cut, PrefixTree
+from engine.core.request import Prompt, RequestKey, count_pages
+from engine.errors import LocalProtocolError
+from transport.messages import PrefixCounts
+
+BRANCH_PAGES = 2
+"""A branch cut spares later prompts at least so many pages."""
+
+
+class PrefixCache:
+    """See the module.
+
+    Args:
+        arena: borrowed; all memory of prompts and of the cache is in it.
+        is_on: else prompts get memory and nothing stays.
+    """
+
+    def __init__(self, arena: Arena, page_tokens: int, *, is_on: bool) -> None:
+        self._arena = arena
+        self._page_tokens = page_tokens
+        self._is_on = is_on
+        self._tree = PrefixTree(page_tokens)
+        self._fingerprints = Fingerprints(page_tokens)
+        self._seen = SeenPages()
+        self._keeping: dict[RequestKey, Prompt] = {}
+        self._queried = self._hit = self._possible = self._evicted_pages = 0
+
+    # ------------------------------------------------------------ a prompt's way
+
+    def admit(self, prompt: Prompt, now_us: int) -> bool:
+        """Gives a prompt its pages and slab, and says where it goes on from; False while there is no room."""
+        num_pages = count_pages(prompt.num_ids, self._page_tokens)
+        if not self._is_on:
+            if self._arena.has_room(num_pages):
+                prompt.pages, prompt.slab = self._arena.allocate(num_pages)
+            return prompt.slab >= 0
+        assert prompt.start is not None
+        if not prompt.digests:
+            prompt.digests = self._fingerprints.digest(prompt.ids, prompt.start.cache_salt, prompt.start.affinity)
+        # Whoever asks for log-probabilities of the prompt needs all of it computed.
+        may_use = prompt.start.sampling.prompt_logprobs < 0
+        cut, known = None, 0
+        if may_use:
+            cut, known = self._tree.find(prompt.digests, prompt.ids, prompt.num_ids - 1)
+        if cut is None or not self._take(prompt, cut, num_pages):
+            if not self._make_room(num_pages):
+                return False
+            prompt.pages, prompt.slab = self._arena.allocate(num_pages)
+        if prompt.cut is not None:
+            self._tree.use(prompt.cut, now_us)
+        branch = min(known, (prompt.num_ids - 1) // self._page_tokens) * self._page_tokens
+        if branch - prompt.cached >= BRANCH_PAGES * self._page_tokens:
+            prompt.branch = branch
+        if may_use:
+            self._queried += prompt.num_ids
+            self._hit += prompt.cached
+            seen = self._seen.count(prompt.digests) * self._page_tokens
+            self._possible += max(prompt.cached, min(seen, prompt.num_ids - 1))
+        return True
+
+    def reserve(self, prompts: Sequence[Prompt], budget: int) -> None:
+        """Takes slabs for the states that `prompts` can come to within `budget` ids, as far as there are some to spare.
+
+        Another slab is left, so that the next prompt does not wait for the end of a step.
+        """
+        if not self._is_on:
+            return
+        for prompt in prompts:
+            for position in (prompt.branch, prompt.num_ids):
+                if not prompt.planned < position <= prompt.planned + budget or position in prompt.keeps:
+                    continue
+                slabs = self._arena.slabs
+                if slabs.num_free + self._tree.num_cuts - self._tree.num_pinned < 2:
+                    return
+                if not slabs.num_free:
+                    self._evict(is_for_pages=False)
+                units = slabs.allocate(1)
+                assert units is not None
+                prompt.keeps[position] = units[0]
+                self._keeping[prompt.key] = prompt
+
+    def donate(self, prompt: Prompt, now_us: int) -> None:
+        """Everything of a prompt is computed, and nothing names its memory any more: what may be of use stays."""
+        first = prompt.cached // self._page_tokens
+        kept: set[int] = set()
+        for position in sorted(prompt.keeps):
+            slab = prompt.keeps[position]
+            taken = self._tree.insert(prompt.digests, prompt.ids, position, slab, prompt.pages, now_us)
+            if taken is None:
+                self._arena.slabs.free((slab,), PageState.OWNED)
+            else:
+                self._arena.cache(prompt.pages[taken.start : taken.stop], slab)
+                kept.update(taken)
+        if self._is_on:
+            self._seen.add(prompt.digests)
+        self._free(prompt, [prompt.pages[at] for at in range(first, len(prompt.pages)) if at not in kept])
+
+    def give_back(self, prompt: Prompt) -> None:
+        """A prompt was given up, and nothing names its memory any more."""
+        self._arena.slabs.free(prompt.keeps.values(), PageState.OWNED)
+        self._free(prompt, prompt.pages[prompt.cached // self._page_tokens :])
+
+    # ------------------------------------------------------------ what others ask
+
+    @property
+    def num_cuts(self) -> int:
+        return self._tree.num_cuts
+
+    def count_pinned_pages(self) -> int:
+        """Cached pages that running prompts use."""
+        return self._tree.count_pinned_pages()
+
+    def counts(self) -> PrefixCounts:
+        """Of this life."""
+        return PrefixCounts(self._queried, self._hit, self._possible, self._evicted_pages)
+
+    def holdings(self, prompts: Sequence[Prompt]) -> Iterator[Holding]:
+        """All memory of these prompts and of the cache, for `Arena.check`."""
+        owned = PageState.OWNED
+        for prompt in prompts:
+            yield prompt.pages[prompt.cached // self._page_tokens :], prompt.slab, owned, (), owned
+            for slab in prompt.keeps.values():
+                yield (), slab, owned, (), owned
+        for pages, slab in self._tree.holdings():
+            yield pages, slab, PageState.CACHED, (), PageState.CACHED
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raises LocalProtocolError unless the tree is sound and shared pages are those of their cuts."""
+        self._tree.check()
+        for prompt in prompts:
+            if prompt.cut is not None:
+                shared = prompt.cached // self._page_tokens
+                if prompt.cut.slab < 0 or prompt.pages[:shared] != self._tree.pages_of(prompt.cut)[:shared]:
+                    raise LocalProtocolError(f"request {prompt.key}: the cut that it went on from is not there")
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self, prompt: Prompt, cut: Cut, num_pages: int) -> bool:
+        """Has the prompt go on from this cut, if there is room for the rest."""
+        shared, is_inside = divmod(cut.position, self._page_tokens)
+        self._tree.pin(cut)
+        if not self._make_room(num_pages - shared):
+            self._tree.unpin(cut)
+            return False
+        pages = self._tree.pages_of(cut)
+        own, prompt.slab = self._arena.allocate(num_pages - shared)
+        prompt.pages = (*pages[:shared], *own)
+        prompt.cut, prompt.base = cut, Base(cut.slab, pages[shared] if is_inside else -1)
+        prompt.cached = prompt.planned = prompt.computed = cut.position
+        return True
+
+    def _free(self, prompt: Prompt, pages: Sequence[int]) -> None:
+        self._arena.free(tuple(pages), prompt.slab, PageState.OWNED)
+        if prompt.cut is not None:
+            self._tree.unpin(prompt.cut)
+        self._keeping.pop(prompt.key, None)
+        prompt.pages, prompt.slab, prompt.cut, prompt.cached = (), -1, None, 0
+        prompt.keeps.clear()
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Frees so many pages and a slab, if all that can be given up suffices; else nothing is given up."""
+        arena, tree = self._arena, self._tree
+        if arena.has_room(num_pages):
+            return True
+        missing = num_pages - arena.pages.num_free
+        if missing > 0 and tree.num_pages - tree.count_pinned_pages() < missing:
+            return False
+        loose = None
+        if arena.slabs.num_free == 0 and tree.num_cuts == tree.num_pinned:
+            loose = self._find_loose()
+            if loose is None:
+                return False
+        while arena.pages.num_free < num_pages:
+            self._evict(is_for_pages=True)
+        if arena.slabs.num_free == 0:
+            if loose is None:
+                self._evict(is_for_pages=False)
+            else:
+                prompt, position = loose
+                arena.slabs.free((prompt.keeps.pop(position),), PageState.OWNED)
+        return True
+
+    def _find_loose(self) -> tuple[Prompt, int] | None:
+        """A slab that is to keep a state, or does, and that no submitted step names."""
+        for prompt in self._keeping.values():
+            for position in prompt.keeps:
+                if prompt.planned < position or prompt.computed >= position:
+                    return prompt, position
+        return None
+
+    def _evict(self, *, is_for_pages: bool) -> None:
+        given_up = self._tree.evict(is_for_pages=is_for_pages)
+        if given_up is None:
+            raise LocalProtocolError("prefix cache: nothing can be given up, though it was counted")
+        self._arena.evict(*given_up)
+        self._evicted_pages += len(given_up[0])
