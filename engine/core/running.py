@@ -101,7 +101,9 @@ class Running:
             origin = sequence.reserve.prefill_rank, sequence.prefill_generation
             self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
         self._fresh.discard(slot)
-        self._lineup = None
+        # As a rule it was planned to its end, and the present lineup is without it already.
+        if self._lineup is not None and sequence in self._lineup.sequences:
+            self._lineup = None
         if sequence.steps:
             self._num_gone += 1
         else:
