@@ -162,9 +162,9 @@ IDLE_STEP = 0
 """Number of every step without rows: it has no place in the order of a rank's own steps, which count from 1."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # frozen, it would take three times as long to make
 class StepPlan:
-    """One step. Rows that a later step depends on are ordered by the device: plans run in submission order.
+    """One step; nobody changes it. Rows that a later step depends on are ordered by the device: plans run in submission order.
 
     Attributes:
         step: number, ascending; IDLE_STEP for one without rows and chunks, which a rank of a group runs because others
@@ -213,9 +213,9 @@ class Scores:
     top_logprobs: npt.NDArray[np.float32]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as StepPlan
 class StepResult:
-    """What came out.
+    """What came out; nobody changes it.
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.

@@ -87,7 +87,7 @@ class _Cast:
             self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
             # The same tables as one line, and where each row's begins in it.
             self.flat, self.begins = self.tables.reshape(-1), np.arange(len(sampling)) * self.tables.shape[1]
-        self.mixes: Words = np.array([seed_mix(each) for each in sampling], np.uint32)
+        self.mixes: Words = np.array([each.temperature and seed_mix(each) for each in sampling], np.uint32)
         self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
 
 
@@ -195,7 +195,7 @@ class SimDevice:
             raise DeviceError(f"step {plan.step}: {self._why_dead}")
         if len(self.queue) >= QUEUE_LIMIT:
             raise LocalProtocolError(f"step {plan.step} is one step too many in the queue (limit {QUEUE_LIMIT})")
-        if plan.is_empty and self._place is None:
+        if self._place is None and plan.is_empty:
             raise LocalProtocolError(f"step {plan.step} is empty")
         cost_s = self._costs(self._place_rows(plan)) * self.slow
         tokens = [bytes(chunk.tokens) for chunk in plan.chunks] if plan.chunks else []
