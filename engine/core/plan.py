@@ -162,9 +162,9 @@ IDLE_STEP = 0
 """Number of every step without rows: it has no place in the order of a rank's own steps, which count from 1."""
 
 
-@dataclasses.dataclass(slots=True)  # frozen, it would take three times as long to make
+@dataclasses.dataclass(slots=True)  # nobody changes it; frozen, it would take three times as long to make
 class StepPlan:
-    """One step; nobody changes it. Rows that a later step depends on are ordered by the device: plans run in submission order.
+    """One step. Rows that a later step depends on are ordered by the device: plans run in submission order.
 
     Attributes:
         step: number, ascending; IDLE_STEP for one without rows and chunks, which a rank of a group runs because others
@@ -215,7 +215,7 @@ class Scores:
 
 @dataclasses.dataclass(slots=True)  # as StepPlan
 class StepResult:
-    """What came out; nobody changes it.
+    """What came out.
 
     Attributes:
         chunk_tokens: per chunk, the sampled token, or None where `sample` was None.
