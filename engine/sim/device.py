@@ -501,11 +501,13 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     tokens = _join([rows.tokens for _, rows in steps])
     page_words, slab_words = first._pool.page_words, first._pool.slab_words
     slab_ids = _join([cast.slabs for cast in casts])
-    index, offset = np.divmod(positions, first.info.page_tokens)
+    # Ways that take a third of the time: `take` for whole tags, columns to write them, `//` without `divmod`.
+    index = positions // first.info.page_tokens
+    offset = positions - index * first.info.page_tokens
     wanted = _join([cast.begins for cast in casts]) + index
     page_ids = _join([cast.flat.take(wanted[s:e]) for cast, (s, e) in zip(casts, spans, strict=True)])
     # As words and half words: looks at named fields would take longer than all that is done here.
-    slabs, pages = slab_words[slab_ids], page_words[page_ids]
+    slabs, pages = slab_words.take(slab_ids, axis=0), page_words.take(page_ids, axis=0)
     slab_halves, page_halves = slabs.view(np.uint32), pages.view(np.uint32)
     chain, last = slab_halves[:, 4], slab_halves[:, 3]
     begun = np.flatnonzero(offset == 0)
@@ -542,7 +544,9 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     page_halves[:, 5] = slab_halves[:, 4] = grown
     slab_halves[:, 2] += 1
     slab_halves[:, 3] = drawn
-    page_words[page_ids], slab_words[slab_ids] = pages, slabs
+    for words, units, tags in ((page_words, page_ids, pages), (slab_words, slab_ids, slabs)):
+        for column in range(3):
+            words[:, column][units] = tags[:, column]
     told = drawn.astype(np.int32).data
     return [told[start:end] for start, end in spans]
 
@@ -554,7 +558,7 @@ def _find_broken(
     counts = np.array([len(pages) for pages in histories])
     ends = counts.cumsum()
     begins = ends - counts
-    pages = page_words[np.concatenate(histories)]
+    pages = page_words.take(np.concatenate(histories), axis=0)
     halves = pages.view(np.uint32)
     before = np.zeros(len(pages), np.uint32)
     before[1:] = halves[:-1, 5]
