@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 import trio
 
 from transport.background import open_background
@@ -317,8 +316,8 @@ class MemoryFabric:
             self._world.on_landing(self.name, peer.name, transfer.theirs.tolist())
         source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
         sizes = self._table.sizes(transfer.ours)
-        for row in np.stack([target, source, sizes], axis=1).tolist():
-            ctypes.memmove(*row)
+        for write in zip(target.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(*write)
         if flip_at is not None:
             block, offset = divmod(flip_at * sizes.size, 1.0)
             byte = ctypes.c_ubyte.from_address(int(target[int(block)]) + int(offset * int(sizes[int(block)])))
@@ -333,7 +332,7 @@ class MemoryFabric:
             sizes = self._table.sizes(transfer.ours)
             ours, theirs = self._table.addresses(transfer.ours), transfer.target.table.addresses(transfer.theirs)
             transfer.report = TransferReport(
-                num_bytes=int(sizes.sum()),
+                num_bytes=transfer.num_bytes,
                 num_descriptors=count_descriptors(ours, theirs, sizes),
                 post_us=0,
                 transfer_us=round((trio.current_time() - transfer.begun) * 1e6),

@@ -160,8 +160,9 @@ class Lockstep:
         """The step to submit: the side's, an empty one, or none."""
         chosen = self._experts.plan(plan, is_drained=is_drained)
         if chosen is not None:
-            self._in_flight.append(not chosen.is_empty)
-            self._num_rows += not chosen.is_empty
+            has_rows = not chosen.is_empty
+            self._in_flight.append(has_rows)
+            self._num_rows += has_rows
         return chosen
 
     def is_over(self, *, is_drained: bool) -> bool:

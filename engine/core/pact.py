@@ -94,19 +94,19 @@ def agree(words: Sequence[Words], active: tuple[int, ...], membership: int, idle
         membership: the present one.
         idle_limit: steps without rows on all ranks after which the group parks.
     """
-    join = min(word.join for word in words)
+    _, _, passes, idle, joins, stops, drafts, ready = zip(*words, strict=True)
+    join = min(joins)
     leave = join if join > membership else 0
-    stop = all(word.stop for word in words)
-    parks = not leave and not stop and all(word.idle >= idle_limit for word in words)
-    ready = (min(word.ready[part] for word in words) for part in range(len(active)))
+    stop = all(stops)
+    least = [min(epochs) for epochs in zip(*ready, strict=True)]
     return Agreement(
         # A step without rows anywhere still has one pass: it carries the words.
-        passes=max(1, *(word.passes for word in words)),
-        active=tuple(max(now, least) for now, least in zip(active, ready, strict=True)),
-        park=parks,
+        passes=max(1, *passes),
+        active=tuple([max(pair) for pair in zip(active, least, strict=False)]),
+        park=not leave and not stop and min(idle) >= idle_limit,
         leave=leave,
         stop=stop,
-        drafts=max(word.drafts for word in words),
+        drafts=max(drafts),
     )
 
 

@@ -192,7 +192,7 @@ IDLE_STEP = 0
 """Number of every step without rows: it has no place in the order of a rank's own steps, which count from 1."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # nobody changes it; frozen, it would take three times as long to make
 class StepPlan:
     """One step. Rows that a later step depends on are ordered by the device: plans run in submission order.
 
@@ -243,7 +243,7 @@ class Scores:
     top_logprobs: npt.NDArray[np.float32]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as StepPlan
 class StepResult:
     """What came out.
 

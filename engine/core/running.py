@@ -101,7 +101,9 @@ class Running:
             origin = sequence.reserve.prefill_rank, sequence.prefill_generation
             self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
         self._fresh.discard(slot)
-        self._lineup = None
+        # As a rule it was planned to its end, and the present lineup is without it already.
+        if self._lineup is not None and sequence in self._lineup.sequences:
+            self._lineup = None
         if sequence.steps:
             self._num_gone += 1
         else:
@@ -164,7 +166,7 @@ class Running:
             self._num_ahead -= 1
         if lineup is not self._awaited:
             self._awaited = lineup
-            self._num_endless = int((limits - count).min())
+            self._num_endless = int(np.minimum.reduce(limits - count))  # half of what `min` costs
         else:
             self._num_endless -= 1
         if self._num_gone:
@@ -305,7 +307,7 @@ class Running:
         """A new lineup, which is the present one from now on."""
         lineup = self._lineup = self._line_up(most)
         left = lineup.limits - self._planned[lineup.slots]
-        self._num_ahead, self._num_left = 0, int(left.min()) if len(left) else 0
+        self._num_ahead, self._num_left = 0, int(np.minimum.reduce(left)) if len(left) else 0
         return lineup
 
     def _line_up(self, most: int) -> Lineup:
@@ -337,7 +339,7 @@ class Running:
             attempts=self._attempt[slots],
             bases=self._base[slots],
             limits=self._limit[slots],
-            may_stop=may_stop if may_stop.any() else None,
+            may_stop=may_stop if b"\x01" in may_stop.tobytes() else None,
             minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]),
             unknown=np.full(len(slots), -1, np.int64),
         )

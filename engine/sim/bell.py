@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, Final
+
+import outcome
 import trio
+
+
+class _Nothing(outcome.Outcome[None]):
+    """What a wait returns: one for all, where trio makes one for each, which costs as much as the ring itself."""
+
+    def unwrap(self) -> None:
+        return None
+
+    def send(self, gen: Generator[Any, None, object]) -> Any:
+        return gen.send(None)
+
+    async def asend(self, agen: AsyncGenerator[Any, None]) -> Any:
+        return await agen.asend(None)
+
+
+_NOTHING: Final = _Nothing()
 
 
 class Bell:
@@ -24,7 +44,7 @@ class Bell:
         task = self._task
         if task is not None:
             self._task = None
-            trio.lowlevel.reschedule(task)
+            trio.lowlevel.reschedule(task, _NOTHING)
 
     def _abort(self, _: object) -> trio.lowlevel.Abort:
         self._task = None

@@ -100,6 +100,8 @@ class Groups:
             return False
         slot = int(transfer.theirs[0]) - _first_blocks(seat)[part]
         self.auditor.landing(source, seat, part, slot, transfer.mark)
+        for memory in seat.experts.memory:
+            memory.note_write()
         return True
 
     def _find(self, fabric_name: str) -> Seat | None:

@@ -18,24 +18,21 @@ class LogHistogram:
         self._buckets: collections.Counter[int] = collections.Counter()
         self.count = 0
 
-    def add(self, value: float) -> None:
-        self._buckets[int(math.log(max(value, 1e-9)) / _GROWTH)] += 1
-        self.count += 1
+    def add(self, value: float, count: int = 1) -> None:
+        self._buckets[int(math.log(max(value, 1e-9)) / _GROWTH)] += count
+        self.count += count
 
     def add_many(self, values: npt.NDArray[np.float64]) -> None:
         """The same for all of `values`."""
         if not len(values):
             return
-        if values.tobytes() == values[:1].tobytes() * len(values):  # rows of one step, as a rule
-            bucket = int(np.log(np.maximum(values[:1], 1e-9))[0] / _GROWTH)
-            self._buckets[bucket] += len(values)
-        else:
-            buckets = (np.log(np.maximum(values, 1e-9)) / _GROWTH).astype(np.int64)
-            least = int(buckets.min())
-            counts = np.bincount(buckets - least)
-            for bucket in np.flatnonzero(counts).tolist():
-                self._buckets[least + bucket] += int(counts[bucket])
-        self.count += len(values)
+        first = float(values[0])
+        others = values[values != first]  # rows of one step: few, or none
+        self.add(first, len(values) - len(others))
+        if len(others):
+            buckets = (np.log(np.maximum(others, 1e-9)) / _GROWTH).astype(np.int64)
+            self._buckets.update(buckets.tolist())
+            self.count += len(others)
 
     def percentile(self, share: float) -> float:
         """The value that `share` of all do not exceed, within 2 %; 0 while empty."""

@@ -46,31 +46,36 @@ class SlotMemory:
         self._part = part
         self._buffer = ctypes.create_string_buffer(info.slots * _SLOT.itemsize)
         self._tags = np.frombuffer(memoryview(self._buffer).cast("B"), _SLOT)
-        self._proven: tuple[Table, bytes] | None = None
+        self._proven: Table | None = None
         self.wipe(range(info.slots))
 
     def run(self) -> BlockRun:
         return BlockRun(ctypes.addressof(self._buffer), _SLOT.itemsize, self.info.slots)
 
+    def note_write(self) -> None:
+        """Something is about to be written here: what it holds has to be looked at again."""
+        self._proven = None
+
     def fill(self, slots: Sequence[int], keys: npt.NDArray[np.int32]) -> None:
+        self.note_write()
         at = [*slots]
         self._tags["part"][at], self._tags["key"][at] = self._part, keys
         self._tags["seal"][at] = _seal(self._part, keys)
 
     def wipe(self, slots: Sequence[int]) -> None:
+        self.note_write()
         at = [*slots]
         self._tags["part"][at] = self._tags["key"][at] = _NOTHING
         self._tags["seal"][at] = 0
 
     def find_wrong(self, table: Table) -> str | None:
         """The first slot that does not hold what the table names there, in words."""
-        held = self._buffer.raw
-        if self._proven is not None and self._proven[0] is table and self._proven[1] == held:
-            return None  # byte for byte what it was when all was right
+        if self._proven is table:
+            return None  # nothing was written since all was right
         tags = self._tags[table.slots]
         wrong = (tags["key"] != table.keys) | (tags["seal"] != table.seals)
         if not wrong.any():
-            self._proven = (table, held)
+            self._proven = table
             return None
         at = int(wrong.argmax())
         slot, key, experts = int(table.slots[at]), int(table.keys[at]), self.info.experts

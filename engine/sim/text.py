@@ -48,7 +48,7 @@ _LOW, _HIGH = _table(0), _table(16)
 def append_chains(chains: Words, tokens: Words) -> Words:
     """`append_chain` for many: uint32[n] each."""
     word = ~chains ^ tokens
-    chains = ~(_LOW[word & np.uint32(0xFFFF)] ^ _HIGH[word >> np.uint32(16)])
+    chains = ~(_LOW.take(word & np.uint32(0xFFFF)) ^ _HIGH.take(word >> np.uint32(16)))
     return chains
 
 
