@@ -288,7 +288,7 @@ class Router:
     def rank_snapshot(self, snapshot: RankSnapshot) -> None:
         seat = self._seats.get(snapshot.rank)
         if seat is not None:
-            seat.quarantined_pages = snapshot.pages_quarantined
+            seat.note_quarantine(snapshot.pages_quarantined)
 
     def rank_frames(self, rank: int, frames: Iterable[Frame]) -> None:
         """Applies what a ready rank sent about requests.
@@ -435,7 +435,7 @@ class Router:
         (self._drained.add if drained else self._drained.discard)(rank)
         seat = self._seats.get(rank)
         if seat is not None:
-            seat.is_drained = drained
+            seat.set_drained(drained)
         if drained:
             self._affinities.forget(rank)
         else:

@@ -59,6 +59,8 @@ class Seat:
     quarantined_pages: int = 0
     is_drained: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
+    _load: RankLoad | None = None
+    """What `load` returned last, while it holds: every request that waits asks all seats."""
 
     def tell(self, message: Message, blob: bytes | memoryview = b"") -> None:
         try:
@@ -67,22 +69,33 @@ class Seat:
             self.fault(f"does not take commands: {error}")
 
     def load(self) -> RankLoad:
-        ready = self.ready
-        return RankLoad(
-            ready.rank,
-            len(self.parts),
-            self.tokens,
-            self.pages,
-            ready.page_tokens,
-            ready.num_pages,
-            self.quarantined_pages,
-            self.is_drained,
-        )
+        if self._load is None:
+            ready = self.ready
+            self._load = RankLoad(
+                ready.rank,
+                len(self.parts),
+                self.tokens,
+                self.pages,
+                ready.page_tokens,
+                ready.num_pages,
+                self.quarantined_pages,
+                self.is_drained,
+            )
+        return self._load
+
+    def note_quarantine(self, pages: int) -> None:
+        """Of the rank's last snapshot."""
+        if pages != self.quarantined_pages:
+            self.quarantined_pages, self._load = pages, None
+
+    def set_drained(self, drained: bool) -> None:
+        self.is_drained, self._load = drained, None
 
     def take(self, number: int, part: Part) -> None:
         self.parts[number] = part
         self.tokens += part.tokens
         self.pages += part.pages
+        self._load = None
 
     def release(self, number: int) -> bool:
         part = self.parts.pop(number, None)
@@ -90,6 +103,7 @@ class Seat:
             return False
         self.tokens -= part.tokens
         self.pages -= part.pages
+        self._load = None
         self.turns.streams.discard(number)
         return True
 

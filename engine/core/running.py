@@ -313,9 +313,11 @@ class Running:
     def _line_up(self, most: int) -> Lineup:
         everyone = list(self.sequences.values())
         slots = np.array([sequence.slot for sequence in everyone], np.int64)
-        first = np.flatnonzero(self._planned[slots] < self._limit[slots])[:most]
-        slots = slots[first]
-        sequences = tuple([everyone[row] for row in first.tolist()])
+        is_open = self._planned[slots] < self._limit[slots]
+        if len(everyone) > most or b"\x00" in is_open.tobytes():
+            first = np.flatnonzero(is_open)[:most]
+            slots, everyone = slots[first], [everyone[row] for row in first.tolist()]
+        sequences = tuple(everyone)
         for row in np.flatnonzero(self._least[slots]).tolist():
             sequence, slot = sequences[row], int(slots[row])
             sequence.sampling = sampling_at(sequence.sampling, int(self._planned[slot]))

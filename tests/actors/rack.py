@@ -419,15 +419,15 @@ class Rack:
 
 
 async def wait_free(rack: Rack, seconds: float = 30.0, *, num_slabs: int = 8) -> None:
-    """Until every rank that is up reports all pages and slabs free."""
+    """Until every rank that is up has nothing left but what its prefix cache could give up at once."""
     deadline = trio.current_time() + seconds
     while True:
         snapshots = [rank.snapshot for rank in rack.ranks.values() if rank.is_up]
         if all(
             s is not None
-            and s.pages_free == s.pages_total
+            and s.pages_available == s.pages_total
             and s.waiting == s.running == s.pushes_inflight == 0
-            and s.slabs_free == num_slabs
+            and s.slabs_free + s.slabs_cached == num_slabs
             for s in snapshots
         ):
             return

@@ -100,8 +100,8 @@ class FaultyCluster:
                     rank.state == "ready"
                     and rank.generation >= generations.get(rank.rank, 1)
                     and rank.snapshot is not None
-                    and rank.snapshot.pages_free == rank.snapshot.pages_total
-                    and rank.snapshot.slabs_free == self._num_slabs
+                    and rank.snapshot.pages_available == rank.snapshot.pages_total
+                    and rank.snapshot.slabs_free + rank.snapshot.slabs_cached == self._num_slabs
                     for rank in report.ranks
                 ):
                     return report
