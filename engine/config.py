@@ -298,6 +298,11 @@ class ClusterConfig:
     def pool_of(self, rank: int) -> PoolConfig:
         return self.prefill if rank in self.prefill.ranks else self.decode
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether prefill ranks have a prefix cache. What `replay_rows` leaves out is missing in what it would keep."""
+        return self.prefix_cache and not self.replay_rows
+
     def rank_config(self, rank: int) -> RankConfig:
         """What the process of `rank` is given."""
         return RankConfig(
@@ -319,7 +324,7 @@ class ClusterConfig:
             experts_main=self.experts_main,
             experts_draft=self.experts_draft,
             draft=self.draft,
-            prefix_cache=self.prefix_cache and not self.replay_rows,
+            prefix_cache=self.keeps_prompts,
         )
 
 

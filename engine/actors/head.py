@@ -112,7 +112,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         max_model_tokens=config.max_model_tokens,
         ttft_limit_us=round(1e6 * config.slo.ttft_p90_s),
         itl_limit_us=round(1e6 * config.slo.itl_p99_s),
-        prefix_cache=config.prefix_cache and not config.replay_rows,
+        prefix_cache=config.keeps_prompts,
     )
     router = Router(routing)
     balancer = Balancer(

@@ -15,16 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.model import rejection
-from engine.model.choosing import Chooser
-from engine.model.decoding import Decode, Decoded, Decoder
-from engine.model.drafting import Pick, Proposal
-from engine.model.grammars import Guides
+from engine.model.decoding import Decode, Decoded
 from engine.model.penalties import count_ids
 from engine.model.rejection import Guesses, judge_guesses
-from engine.model.rows import RowBatch
 from engine.model.sampling import process_logits
-from engine.ports import DeviceInfo
-from tests.model.test_exact_sampling import CASES, DRAWS, EOS, FALSE_ALARM, SEEN, VOCAB, define, logits_of, p_value
+from tests.model.rejection_rig import Lines, Memory, Script, open_decoder
+from tests.model.test_exact_sampling import CASES, DRAWS, FALSE_ALARM, SEEN, VOCAB, define, logits_of, p_value
 from transport.messages import Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -32,62 +28,13 @@ TABLES = load_file(str(Path(__file__).parents[1] / "oracle" / "spec" / "tables.s
 SERVED = ("plain", "cold", "all cuts", "frequency", "everything")
 
 
-class Memory:
-    """The two cells of each slab that the end of a pass touches."""
-
-    def __init__(self, slabs: int) -> None:
-        self.counts = torch.zeros((slabs, VOCAB), dtype=torch.int16)
-        self.ints = torch.zeros(slabs, dtype=torch.int32)
-
-    def sampled_cell(self) -> tuple[int, int]:
-        return 0, 1
-
-
-@dataclasses.dataclass
-class Target:
-    """A model whose logits are the same at every place."""
-
-    arena: Any
-    logits: Tensor
-    mixture: None = None
-
-    def forward(self, batch: RowBatch) -> Tensor:
-        return self.logits.repeat(batch.rows, 1)
-
-
-@dataclasses.dataclass
-class Drafter:
-    """Drafts from logits of its own that know nothing of the target's."""
-
-    logits: Tensor
-    max_drafts: int = 5
-
-    def keep(self, counts: Ints | None, nexts: Ints, *, reopens: bool = False) -> None: ...
-
-    def propose(
-        self, slabs: Ints, anchors: Ints, positions: Ints, count: int, *, pick: Pick | None = None, rounds: int = 0
-    ) -> Proposal:
-        assert pick is not None
-        lines = [pick(self.logits.repeat(len(slabs), 1), positions + 1 + at) for at in range(count)]
-        return Proposal(np.stack(lines, 1))
-
-
-def make_info(slabs: int) -> DeviceInfo:
-    return DeviceInfo(
-        name="test", layout_digest="", page_tokens=1 << 20, page_bytes=1, num_pages=1, slab_bytes=1, num_slabs=slabs,
-        vocab_size=VOCAB, max_model_tokens=1 << 30, eos_ids=EOS, max_drafts=5,
-    )  # fmt: skip
-
-
 def serve(name: str, sequences: int, drafts: int) -> Decoded:
     """Two steps of so many sequences: the first has drafts proposed, the second judges them."""
     sampling = tuple([_with_seed(CASES[name], seed) for seed in range(sequences)])
     memory = Memory(sequences)
-    target = Target(memory, torch.from_numpy(logits_of(name))[None])
-    info = make_info(sequences)
-    chooser = Chooser(memory, info)  # type: ignore[arg-type]
-    drafter = Drafter(torch.from_numpy(np.random.default_rng(9).normal(0, 1, VOCAB).astype(np.float32))[None])
-    decoder = Decoder(target, info, chooser, drafter, rejects=True, guides=Guides(None))  # type: ignore[arg-type]
+    target = Lines(memory, torch.from_numpy(logits_of(name))[None, None], 1)
+    own = torch.from_numpy(np.random.default_rng(9).normal(0, 1, VOCAB).astype(np.float32))
+    decoder = open_decoder(memory, target, Script(own.expand(1, drafts, -1)))
     slabs = np.arange(sequences)
     zeros = np.zeros(sequences, np.int64)
 

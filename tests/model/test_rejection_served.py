@@ -19,23 +19,19 @@ from torch import Tensor
 from engine.config import DraftConfig
 from engine.errors import GroupBroken
 from engine.model import choosing, rejection, sampling
-from engine.model.choosing import Chooser
 from engine.model.decoding import Decode, Decoded, Decoder
 from engine.model.device import TorchDevice, open_torch_device
-from engine.model.drafting import Pick, Proposal
 from engine.model.exchange import Key
-from engine.model.grammars import Guides
 from engine.model.penalties import count_ids
-from engine.model.rows import RowBatch
 from engine.model.sampling import LANE_ACCEPT, LANE_DRAFT, LANE_SAMPLE, process_logits
 from tests.model.group_cases import Group, Hub, group_config, ignore
 from tests.model.paged_cases import Source, random_model, small_config, smallest_page, write_checkpoint
+from tests.model.rejection_rig import Lines, Memory, Script, open_decoder
 from tests.model.speculation_cases import Host, Request, open_device, run_host
 from tests.model.test_exact_sampling import CASES, EOS, SEEN, VOCAB, logits_of
 from tests.model.test_group_drafts import make_requests as make_group_requests
 from tests.model.test_group_drafts import run_group
 from tests.model.test_paged_drafts import small_ahead_config
-from tests.model.test_rejection import Memory, make_info
 from tests.model.test_speculation import make_requests, run_plain
 from transport.messages import Sampling
 
@@ -44,50 +40,6 @@ Doubles = npt.NDArray[np.float64]
 TABLES = load_file(str(Path(__file__).parents[1] / "oracle" / "spec" / "tables.safetensors"))
 FALSE_ALARM = 1e-6
 """Of each chi-square; seeds are fixed, so what passes once passes always."""
-
-
-# ---------------------------------------------------------------- a decoder with logits that are given
-
-
-@dataclasses.dataclass
-class Lines:
-    """A target whose logits are given by slab and place: float32[slabs or 1, places, vocab], the last for all beyond.
-
-    Attributes:
-        first: position of the first place.
-    """
-
-    arena: Memory
-    logits: Tensor
-    first: int
-    mixture: None = None
-
-    def forward(self, batch: RowBatch) -> Tensor:
-        slabs = batch.slabs[batch.owner] % len(self.logits)
-        return self.logits[slabs, (batch.positions - self.first).clip(0, self.logits.shape[1] - 1)]
-
-
-@dataclasses.dataclass
-class Script:
-    """A drafter whose logits are given like those of the target."""
-
-    logits: Tensor
-    max_drafts: int = 5
-
-    def keep(self, counts: Ints | None, nexts: Ints, *, reopens: bool = False) -> None: ...
-
-    def propose(
-        self, slabs: Ints, anchors: Ints, positions: Ints, count: int, *, pick: Pick | None = None, rounds: int = 0
-    ) -> Proposal:
-        assert pick is not None
-        lines = [pick(self.logits[slabs % len(self.logits), at], positions + 1 + at) for at in range(count)]
-        return Proposal(np.stack(lines, 1))
-
-
-def open_decoder(memory: Memory, target: Lines, drafter: Script) -> Decoder:
-    info = make_info(len(memory.ints))
-    chooser = Chooser(memory, info)  # type: ignore[arg-type]
-    return Decoder(target, info, chooser, drafter, rejects=True, guides=Guides(None))  # type: ignore[arg-type]
 
 
 def run_steps(decoder: Decoder, rows: tuple[Sampling, ...], schedule: Sequence[int]) -> list[Decoded]:
