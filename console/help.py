@@ -12,6 +12,7 @@ from textual.screen import ModalScreen
 from console.keys import Key, bindings
 from console.linegrid import LineView
 from console.lines import Line, clip, line, pad
+from console.resizing import SteadyScreen
 
 if TYPE_CHECKING:
     from console.app import ConsoleApp
@@ -54,7 +55,7 @@ def _block(title: str, keys: Sequence[Key], width: int) -> list[Line]:
     return [*lines, *(clip(entry, width) for entry in entries)]
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(SteadyScreen[None], ModalScreen[None]):
     """Covers the screen it explains; what that shows goes on meanwhile."""
 
     ALLOW_SELECT = False

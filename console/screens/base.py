@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import events
 from textual.app import ComposeResult
-from textual.screen import Screen
 
 from console.confirm import Question
 from console.draw_state import draw_state
@@ -16,6 +15,7 @@ from console.footer import Footer, Typed, draw_footer
 from console.keys import Key, bindings
 from console.linegrid import LineView
 from console.lines import Line, joined
+from console.resizing import SteadyScreen
 from console.view import ClusterView
 from transport.messages import Message
 
@@ -48,7 +48,7 @@ FEATURE_KEYS: dict[str, tuple[Key, ...]] = {
 """What a screen may have: named in its FEATURES, with the hooks of the same name."""
 
 
-class LiveScreen(Screen[None]):
+class LiveScreen(SteadyScreen[None]):
     """A header, one LineView, a footer.
 
     A subclass has the attributes below, `build`, and the hooks of its FEATURES. An action of its own is a Key in KEYS
