@@ -24,16 +24,17 @@ KEY = {"Authorization": "Bearer first-key"}
 class Engine:
     """A running one, and its log."""
 
-    def __init__(self, place: Path, *more: str) -> None:
+    def __init__(self, place: Path, *more: str, asks_keys: bool = True) -> None:
         self.directory = str(place / "run")
         self._log = place / "log"
         keys = place / "keys"
         keys.write_text("# clients\nfirst-key\n")
+        guard = ["--set", f"http.keys_file={keys}"] if asks_keys else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine", "up", "--http", "127.0.0.1:0", "--dir", self.directory,
-                 "--set", f"http.keys_file={keys}", *more],
+                 *guard, *more],
                 stderr=log, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.url = self.wait(r"http\.listen url=(\S+)")
