@@ -85,8 +85,11 @@ class RealClock(Clock):
         return now
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
+        sleeper = self._sleeper
         now = self.current_time()
-        if self._heap and self._sleeper is not None:
+        if sleeper is not None and self._sleeper is None:
+            return 0.0  # an event came due in this look: the loop has a task to run and does not know it yet
+        if self._heap and sleeper is not None:
             deadline = min(deadline, self._heap[0][0])
         # Never as long as a gap: a sleep would look like one.
         return min(deadline - now, LONGEST_GAP_S / 2)

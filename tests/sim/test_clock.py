@@ -11,9 +11,9 @@ import trio
 from engine.sim.clock import LONGEST_GAP_S, RealClock
 
 
-def run(body: Callable[[RealClock], Awaitable[None]]) -> RealClock:
+def run(body: Callable[[RealClock], Awaitable[None]], clock: RealClock | None = None) -> RealClock:
     """Raises what an event raised."""
-    clock = RealClock()
+    clock = clock or RealClock()
     raised: list[Exception] = []
 
     async def main() -> None:
@@ -58,6 +58,27 @@ def test_an_event_that_comes_before_the_one_waited_for_is_not_late() -> None:
         assert time.perf_counter() - began < 1.0
 
     run(body)
+
+
+class SlowLook(RealClock):
+    """The loop asks how long it may sleep just before the next event, and that event comes due while it asks."""
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        if self._heap and 0 < (left := self._heap[0][0] - self.current_time()) < 0.02:
+            time.sleep(left)
+        return super().deadline_to_sleep_time(deadline)
+
+
+def test_an_event_that_comes_due_while_the_loop_asks_how_long_to_sleep_is_not_slept_over() -> None:
+    events = 40
+
+    async def body(clock: RealClock) -> None:
+        for _ in range(events):
+            await clock.sleep_until(trio.current_time() + 0.005)
+
+    clock = run(body, SlowLook())
+    # Each that is slept over costs half of a longest gap.
+    assert clock.now < events * LONGEST_GAP_S / 4
 
 
 def test_tasks_that_keep_the_loop_busy_do_not_hold_events_up() -> None:
