@@ -1,0 +1,524 @@
+"""Reference: what every kernel computes, in plain torch and float32, on any device.
+
+Truth for tests, and a working set of operations for machines without a GPU: same names, arguments and results as the
+launchers (each in the module that `__all__` groups it under). It favours plainness: loops over rows, no batching
+tricks.
+
+Conventions. `A` is the activations' type, bf16 or float32; sums are formed in float32 whatever A is. Weights of norms
+are float32. `turns` is float32[positions, rope / 2, 2], cosine and sine. Where rows compete, the lowest index wins.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.forms import SCALE_CHANNELS, HyperWeights, Plane, Pooling, RawRing, SlotWeights, StepRows, Weight
+
+__all__ = [
+    # linear
+    "linear", "grouped_linear", "gated_linear",
+    # hyper
+    "connect", "collapse_head",
+    # rows
+    "norm_rows", "prepare_queries", "write_window",
+    # compressor
+    "compress",
+    # indexer
+    "select_entries",
+    # attention
+    "attend",
+    # gate
+    "route",
+    # experts
+    "mix_experts",
+]  # fmt: skip
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_MAX = 448.0
+
+
+# Number formats
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """float32 values of e8m0 bytes: 2^(byte - 127)."""
+    return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
+
+
+def scale_byte(ratio: Tensor) -> Tensor:
+    """e8m0 bytes of the smallest power of two that is at least `ratio`; 127 (1.0) where that is 0."""
+    mantissa, exponent = torch.frexp(ratio.float())
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.where(ratio > 0, exponent + 127, 127).clamp(0, 254).to(torch.uint8)
+
+
+def dequantise(weight: Weight) -> Tensor:
+    """float32[out, in] of a weight."""
+    if weight.scale is None:
+        return weight.data.float()
+    rows, columns = weight.data.shape
+    scale = power_of_two(weight.scale)
+    scale = scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
+    return weight.data.float() * scale
+
+
+def dequantise_mxfp4(data: Tensor, scale: Tensor) -> Tensor:
+    """float32[..., columns] of uint8[..., columns / 2] and uint8[..., columns / 32]."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device)
+    values = torch.stack((table[(data & 15).long()], table[(data >> 4).long()]), -1).flatten(-2)
+    return values * power_of_two(scale).repeat_interleave(32, -1)
+
+
+def slot_matrices(slots: SlotWeights, slot: int) -> tuple[Tensor, Tensor]:
+    """(up float32[2 * width, hidden], down float32[hidden, width]) of one slot."""
+    if slots.up_scale is None or slots.down_scale is None:
+        return slots.up[slot].float(), slots.down[slot].float()
+    up = dequantise_mxfp4(slots.up[slot], slots.up_scale[slot])
+    return up, dequantise_mxfp4(slots.down[slot], slots.down_scale[slot])
+
+
+# Linear layers
+
+
+def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x times the transposed weight.
+
+    Args:
+        x: A[R, in], rows contiguous.
+        weight: [out, in].
+        out_dtype: A if None.
+
+    Returns:
+        out_dtype[R, out].
+    """
+    return (x.float() @ dequantise(weight).T).to(out_dtype or x.dtype)
+
+
+def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
+    """Each group of channels times its own part of the weight.
+
+    Args:
+        x: A[R, groups * in].
+        weight: [groups * out, in], groups one after the other; blocks do not cross groups.
+        groups: how many.
+
+    Returns:
+        A[R, groups * out].
+    """
+    parts = dequantise(weight).unflatten(0, (groups, -1))
+    return torch.einsum("rgi,goi->rgo", x.float().unflatten(1, (groups, -1)), parts).flatten(1).to(x.dtype)
+
+
+def gated_linear(x: Tensor, weight: Weight, clamp: float) -> Tensor:
+    """silu of the gate, clamped from above, times the up projection, clamped on both sides.
+
+    Args:
+        x: A[R, in].
+        weight: [2 * width, in], the gate (w1) and then the up projection (w3).
+        clamp: limit.
+
+    Returns:
+        A[R, width].
+    """
+    gate, up = (x.float() @ dequantise(weight).T).chunk(2, -1)
+    return _gated(gate, up, clamp).to(x.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor, clamp: float) -> Tensor:
+    return F.silu(gate.clamp(max=clamp)) * up.clamp(-clamp, clamp)
+
+
+# Hyper-connections
+
+
+def connect(
+    streams: Tensor,
+    output: Tensor | None,
+    post: Tensor | None,
+    combination: Tensor | None,
+    weights: HyperWeights,
+    pre: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Leave one sublayer and enter the next: mix its output into the streams, predict, collapse, norm.
+
+    Args:
+        streams: A[R, n, hidden], as they entered the sublayer before; not written.
+        output: A[R, hidden] of it; None at the first sublayer, which leaves the streams as they are.
+        post: float32[R, n], its own; None like `output`.
+        combination: float32[R, n, n] (from, to), its own; None like `output`.
+        weights: of the sublayer that is entered.
+        pre: float32[R, n] to collapse with (V4.1: the one before); None for the sublayer's own.
+
+    Returns:
+        (streams A[R, n, hidden], input of the sublayer A[R, hidden], post, combination, pre: its own).
+    """
+    mixed = streams
+    if output is not None and post is not None and combination is not None:
+        written = post.unsqueeze(-1) * output.float().unsqueeze(1)
+        mixed = (written + torch.einsum("rjk,rjd->rkd", combination, streams.float())).to(streams.dtype)
+    n = streams.shape[1]
+    z = _predict(mixed, weights)
+    own = torch.sigmoid(z[:, :n] * weights.scale[0] + weights.base[:n]) + weights.eps
+    next_post = 2 * torch.sigmoid(z[:, n : 2 * n] * weights.scale[1] + weights.base[n : 2 * n])
+    matrix = (z[:, 2 * n :] * weights.scale[2] + weights.base[2 * n :]).unflatten(1, (n, n)).softmax(-1) + weights.eps
+    matrix = matrix / (matrix.sum(1, keepdim=True) + weights.eps)
+    for _ in range(weights.iterations - 1):
+        matrix = matrix / (matrix.sum(2, keepdim=True) + weights.eps)
+        matrix = matrix / (matrix.sum(1, keepdim=True) + weights.eps)
+    x = _collapse(mixed, own if pre is None else pre, weights)
+    return mixed, x, next_post, matrix, own
+
+
+def collapse_head(
+    streams: Tensor, output: Tensor, post: Tensor, combination: Tensor, weights: HyperWeights
+) -> tuple[Tensor, Tensor]:
+    """Leave the last sublayer: mix its output in, collapse by the head's own coefficients, norm.
+
+    Returns:
+        (streams A[R, n, hidden] after the last layer, hidden A[R, hidden], the head's input).
+    """
+    written = post.unsqueeze(-1) * output.float().unsqueeze(1)
+    mixed = (written + torch.einsum("rjk,rjd->rkd", combination, streams.float())).to(streams.dtype)
+    pre = torch.sigmoid(_predict(mixed, weights) * weights.scale + weights.base) + weights.eps
+    return mixed, _collapse(mixed, pre, weights)
+
+
+def _predict(streams: Tensor, weights: HyperWeights) -> Tensor:
+    flat = streams.flatten(1).float()
+    return (flat @ weights.fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + weights.norm_eps)
+
+
+def _collapse(streams: Tensor, pre: Tensor, weights: HyperWeights) -> Tensor:
+    # Rounded to A between collapse and norm nowhere: one rounding, at the end.
+    x = (streams.float() * pre.unsqueeze(-1)).sum(1)
+    return _norm(x, weights.norm, weights.norm_eps).to(streams.dtype)
+
+
+# Rows
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = x.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight
+
+
+def _turn(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the trailing channels (pairs of neighbours) of float32[..., width] by float32[..., rope / 2, 2]."""
+    rope = turns.shape[-2] * 2
+    cos, sin = turns[..., 0], -turns[..., 1] if inverse else turns[..., 1]
+    even, odd = x[..., x.shape[-1] - rope :: 2], x[..., x.shape[-1] - rope + 1 :: 2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., : x.shape[-1] - rope], turned), -1)
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+    """RMS norm of float[R, width] (rows may lie in a wider tensor), times float32[width]: out_dtype[R, width]."""
+    return _norm(x, weight, eps).to(out_dtype)
+
+
+def prepare_queries(query: Tensor, positions: Tensor, turns: Tensor, eps: float | None) -> Tensor:
+    """Norm each head (without weight; not at all if `eps` is None) and rotate it by its row's position.
+
+    Args:
+        query: A[R, heads, width]; may be overwritten.
+        positions: int32[R]; -1 is taken as 0.
+        turns: of the layer.
+        eps: of the norm.
+
+    Returns:
+        A[R, heads, width].
+    """
+    x = query.float() if eps is None else _norm(query, None, eps)
+    return _turn(x, turns[positions.long().clamp(min=0)].unsqueeze(1)).to(query.dtype)
+
+
+def write_window(
+    kv: Tensor, norm: Tensor, eps: float, turns: Tensor, rows: StepRows, arena: Tensor, ring: Plane
+) -> None:
+    """Norm, rotate and store the window record of each row at `position % ring.rows` of its sequence's slab.
+
+    Args:
+        kv: float[R, width] (rows may lie in a wider tensor).
+        norm, eps: of the norm.
+        turns: of the layer.
+        rows: the step.
+        arena: uint8[bytes], written into.
+        ring: the layer's window ring.
+    """
+    positions = rows.positions.tolist()
+    slabs = rows.slabs.tolist()
+    for r, position in enumerate(positions):
+        if position >= 0:
+            record = _turn(_norm(kv[r], norm, eps), turns[position])
+            store_record(arena, ring, slabs[r // rows.span], position % ring.rows, record)
+
+
+# Records
+
+
+def store_record(arena: Tensor, plane: Plane, block: int, row: int, record: Tensor) -> None:
+    """Write float32[width] as the plane's format has it."""
+    at = plane.data + block * plane.stride + row * plane.data_bytes
+    data = arena[at : at + plane.data_bytes]
+    if plane.format == "fp32":
+        data.view(torch.float32).copy_(record)
+        return
+    if plane.format == "bf16":
+        data.view(torch.bfloat16).copy_(record)
+        return
+    at = plane.scale + block * plane.stride + row * plane.scale_bytes
+    scales = arena[at : at + plane.scale_bytes]
+    still = plane.width - plane.rope
+    if plane.rope == 0:
+        scale = power_of_two(scale_byte(record.abs().amax() / E4M3_MAX))
+        data.view(torch.float8_e4m3fn).copy_((record / scale).clamp(-E4M3_MAX, E4M3_MAX))
+        scales.view(torch.float32).copy_(scale)
+        return
+    groups = record[:still].view(-1, SCALE_CHANNELS)
+    byte = scale_byte(groups.abs().amax(1) / E4M3_MAX)
+    values = (groups / power_of_two(byte).unsqueeze(1)).clamp(-E4M3_MAX, E4M3_MAX)
+    data[:still].view(torch.float8_e4m3fn).copy_(values.flatten())
+    data[still:].view(torch.bfloat16).copy_(record[still:])
+    scales[: len(byte)].copy_(byte)
+
+
+def load_record(arena: Tensor, plane: Plane, block: int, row: int) -> Tensor:
+    """float32[width] of a stored record."""
+    at = plane.data + block * plane.stride + row * plane.data_bytes
+    data = arena[at : at + plane.data_bytes]
+    if plane.format == "fp32":
+        return data.view(torch.float32).clone()
+    if plane.format == "bf16":
+        return data.view(torch.bfloat16).float()
+    at = plane.scale + block * plane.stride + row * plane.scale_bytes
+    scales = arena[at : at + plane.scale_bytes]
+    if plane.rope == 0:
+        return data.view(torch.float8_e4m3fn).float() * scales.view(torch.float32)
+    still = plane.width - plane.rope
+    values = data[:still].view(torch.float8_e4m3fn).float().view(-1, SCALE_CHANNELS)
+    values = values * power_of_two(scales[: len(values)]).unsqueeze(1)
+    return torch.cat((values.flatten(), data[still:].view(torch.bfloat16).float()))
+
+
+def _raw_row(arena: Tensor, ring: RawRing, slab: int, position: int) -> Tensor:
+    at = ring.data + slab * ring.stride + position % ring.rows * ring.width * 4
+    return arena[at : at + ring.width * 4].view(torch.float32)
+
+
+# Compressor
+
+
+def compress(raw: Tensor, pooling: Pooling, turns: Tensor, rows: StepRows, arena: Tensor) -> None:
+    """Store the raw rows of a step in their rings; norm, rotate and store the records that they close.
+
+    A row closes record w when its position is (w + 1) * ratio - 1. It pools the rows of its group (and of the group
+    before, where records overlap), whether they came in earlier steps or come in this one: softmax of the gates
+    channel by channel over the rows, times the latents. The record is rotated at w * ratio and stored at row `w %
+    target.rows` of page `tables[sequence, w // target.rows]`.
+
+    Args:
+        raw: float32[R, ring.width] (rows may lie in a wider tensor): latents, then gates without bias.
+        pooling: what and where.
+        turns: of layers with compressed entries.
+        rows: the step.
+        arena: uint8[bytes], written into.
+    """
+    ratio, ring, target = pooling.ratio, pooling.ring, pooling.target
+    half = ring.width // 2
+    positions, slabs = rows.positions.tolist(), rows.slabs.tolist()
+    for r, position in enumerate(positions):
+        if position < 0:
+            continue
+        slab = slabs[r // rows.span]
+        row = raw[r].float().clone()
+        if pooling.bias is not None:
+            row[half:] += pooling.bias[position % ratio]
+        _raw_row(arena, ring, slab, position).copy_(row)
+        if (position + 1) % ratio:
+            continue
+        first = position + 1 - ratio
+        own = torch.stack([_raw_row(arena, ring, slab, first + j) for j in range(ratio)])
+        latent, gate = own[:, :half], own[:, half:]
+        if pooling.overlaps:
+            latent, gate = latent[:, half // 2 :], gate[:, half // 2 :]
+            if first > 0:
+                before = torch.stack([_raw_row(arena, ring, slab, first - ratio + j) for j in range(ratio)])
+                latent = torch.cat((before[:, : half // 2], latent))
+                gate = torch.cat((before[:, half : half + half // 2], gate))
+        record = _turn(_norm((gate.softmax(0) * latent).sum(0), pooling.norm, pooling.eps), turns[first])
+        entry = position // ratio
+        page = int(rows.tables[r // rows.span, entry // target.rows])
+        store_record(arena, target, page, entry % target.rows, record)
+
+
+# Indexer
+
+
+def score_entries(query: Tensor, share: Tensor, ratio: int, rows: StepRows, arena: Tensor, keys: Plane) -> list[Tensor]:
+    """For each row float32[visible entries]: sum over heads of share * relu(<query, key>)."""
+    scores = []
+    for r, position in enumerate(rows.positions.tolist()):
+        visible = (position + 1) // ratio if position >= 0 else 0
+        pages = rows.tables[r // rows.span].tolist()
+        held = [load_record(arena, keys, pages[w // keys.rows], w % keys.rows) for w in range(visible)]
+        table = torch.stack(held) if held else query.new_zeros((0, keys.width), dtype=torch.float32)
+        scores.append((share[r].unsqueeze(1) * (query[r].float() @ table.T).relu()).sum(0))
+    return scores
+
+
+def select_entries(
+    query: Tensor, share: Tensor, ratio: int, top_k: int, rows: StepRows, arena: Tensor, keys: Plane
+) -> Tensor:
+    """The `top_k` entries with the highest index scores among those a row sees; equal scores go to the lowest entry.
+
+    A row at position t sees entries w with (w + 1) * ratio <= t + 1.
+
+    Args:
+        query: A[R, heads, width], rotated.
+        share: float32[R, heads], the heads' weights, factors included.
+        ratio: tokens of an entry.
+        top_k: places.
+        rows: the step.
+        arena: uint8[bytes].
+        keys: index keys in pages.
+
+    Returns:
+        int32[R, top_k], ascending; -1 in the places that stay empty, which come last.
+    """
+    chosen = torch.full((rows.rows, top_k), -1, dtype=torch.int32, device=query.device)
+    for r, scores in enumerate(score_entries(query, share, ratio, rows, arena, keys)):
+        order = torch.sort(scores, descending=True, stable=True).indices[:top_k].sort().values
+        chosen[r, : len(order)] = order.int()
+    return chosen
+
+
+# Attention
+
+
+def attend(
+    query: Tensor,
+    sink: Tensor,
+    turns: Tensor,
+    rows: StepRows,
+    arena: Tensor,
+    ring: Plane,
+    window: int,
+    entries: Plane | None = None,
+    ratio: int = 0,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attention of each row over its window, its entries and a sink, with the rotation undone.
+
+    logit = <query, record> / sqrt(width); the sink is a logit with value zero. A row at position t sees window
+    records of positions max(0, t - window + 1) .. t of its slab, and entries w with (w + 1) * ratio <= t + 1: all of
+    them, or those that are `selected`.
+
+    Args:
+        query: A[R, heads, width], rotated.
+        sink: float32[heads].
+        turns: of the layer; the output is rotated back by its row's position.
+        rows: the step. Padding rows give zeros.
+        arena: uint8[bytes].
+        ring: the layer's window ring.
+        window: positions seen.
+        entries: entries in pages; None for a layer that has none.
+        ratio: tokens of an entry.
+        selected: int32[R, k], ascending, -1 last; None for all that are visible.
+
+    Returns:
+        A[R, heads, width].
+    """
+    out = torch.zeros_like(query)
+    scale = query.shape[-1] ** -0.5
+    for r, position in enumerate(rows.positions.tolist()):
+        if position < 0:
+            continue
+        sequence = r // rows.span
+        slab = int(rows.slabs[sequence])
+        seen = range(max(0, position - window + 1), position + 1)
+        records = [load_record(arena, ring, slab, p % ring.rows) for p in seen]
+        if entries is not None:
+            visible = (position + 1) // ratio
+            chosen = range(visible) if selected is None else [w for w in selected[r].tolist() if w >= 0]
+            pages = rows.tables[sequence].tolist()
+            records += [load_record(arena, entries, pages[w // entries.rows], w % entries.rows) for w in chosen]
+        table = torch.stack(records)
+        logits = torch.cat((query[r].float() @ table.T * scale, sink.float().unsqueeze(1)), 1)
+        out[r] = _turn(logits.softmax(1)[:, :-1] @ table, turns[position].unsqueeze(0), inverse=True).to(query.dtype)
+    return out
+
+
+# Mixture of experts
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    hashed: Tensor | None,
+    top_k: int,
+    scale: float,
+    valid: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by the square root of softplus of the logits, plus a bias for the choice only.
+
+    Args:
+        logits: float32[T, experts].
+        bias: float32[experts]; None with `hashed`.
+        hashed: int32[T, top_k], experts that were looked up by token; None where they are chosen.
+        top_k: experts of a row.
+        scale: factor on the weights, which add up to 1 before it.
+        valid: bool[T], rows that count as load; None for all. Others get expert -1 in all places and weight 0.
+        counts: int32[experts], to which the rows of each expert are added.
+
+    Returns:
+        (ids int32[T, top_k], ascending, weights float32[T, top_k]).
+    """
+    scores = F.softplus(logits.float()).sqrt()
+    if hashed is not None:
+        ids = hashed.long().sort(-1).values
+    else:
+        ranked = scores if bias is None else scores + bias
+        ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
+    chosen = scores.gather(-1, ids)
+    weights = chosen / chosen.sum(-1, keepdim=True) * scale
+    if valid is not None:
+        ids = torch.where(valid.unsqueeze(1), ids, -1)
+        weights = torch.where(valid.unsqueeze(1), weights, 0.0)
+    if counts is not None:
+        flat = ids.flatten()
+        counts += torch.bincount(flat[flat >= 0], minlength=len(counts)).int()
+    return ids.int(), weights
+
+
+def mix_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, expert_to_slot: Tensor, slots: SlotWeights, clamp: float
+) -> Tensor:
+    """Weighted sum of the chosen experts that this rank has.
+
+    Args:
+        x: A[T, hidden].
+        ids: int32[T, k], ascending; -1 for none.
+        weights: float32[T, k].
+        expert_to_slot: int32[experts], -1 for an expert of another rank.
+        slots: the rank's slots.
+        clamp: limit inside the gated unit.
+
+    Returns:
+        float32[T, hidden], zero where a row has no expert here. Summed in the order of the places.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for place in range(ids.shape[1]):
+        for row, expert in enumerate(ids[:, place].tolist()):
+            slot = int(expert_to_slot[expert]) if expert >= 0 else -1
+            if slot < 0:
+                continue
+            up, down = slot_matrices(slots, slot)
+            gate, lift = (up @ x[row].float()).chunk(2)
+            # The hidden layer is stored in A between the two products.
+            inner = _gated(gate, lift, clamp).to(x.dtype).float()
+            out[row] += weights[row, place] * (down @ inner)
+    return out
