@@ -3,5 +3,23 @@
 import os
 import random
 
+import pytest
+
+from tests.thinned import CASES, choose
+
 # Before workers of a parallel run start: what they are parametrised with has to be the same in all of them.
 os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `tests/thinned.py` leaves to `make test-all`."""
+    cases: dict[str, list[pytest.Item]] = {name: [] for name in CASES}
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        if name in cases:
+            cases[name].append(item)
+    for name, found in cases.items():
+        kept = choose(len(found), CASES[name])
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)

@@ -1,0 +1,38 @@
+"""How many cases of the longest tests `make test` runs, evenly spread over all of them; the others are `slow`."""
+
+from __future__ import annotations
+
+CASES = {
+    "tests/model/test_kept_state.py::test_every_offset_in_a_page": 2,
+    "tests/model/test_kept_state.py::test_a_prompts_end_is_a_base_whatever_chunk_it_ended_with": 4,
+    "tests/model/test_kept_state.py::test_trees_of_prompts_many_in_a_step": 4,
+    "tests/model/test_speculation.py::test_drafts_that_hold_up_to_any_place_change_no_text": 2,
+    "tests/model/test_speculation.py::test_the_models_own_drafts_change_no_text": 3,
+    "tests/model/test_group_drafts.py::test_members_draft_each_for_its_own_rows": 3,
+    "tests/model/test_paged_rows.py::test_chunks_of_any_size_give_the_same_bits": 15,
+    "tests/model/test_paged_rows.py::test_state_moved_to_another_arena_continues_with_the_same_bits": 5,
+    "tests/model/test_paged_rows.py::test_rejected_drafts_are_overwritten_without_rollback": 12,
+    "tests/model/test_paged_rows.py::test_prompts_in_one_pass_have_the_bits_that_they_have_alone": 10,
+    "tests/model/test_paged_drafts.py::test_drafts_have_the_same_bits_in_any_company_and_however_the_context_came": 3,
+    "tests/model/test_rejection_served.py::test_texts_follow_the_chain_rule_where_steps_draft_and_do_not": 2,
+    "tests/model/test_rejection.py::test_served_tokens_come_as_often_as_they_should": 3,
+    "tests/model/test_device.py::test_pages_and_slab_moved_by_address_continue_the_text": 3,
+    "tests/model/test_group.py::test_a_group_computes_what_single_ranks_do": 2,
+    "tests/batch/test_chaos.py::test_no_line_is_lost_doubled_or_wrong": 6,
+    "tests/actors/test_rank_faults.py::test_failing_and_late_writes_never_reach_a_client": 3,
+    "tests/actors/test_rank.py::test_requests_survive_the_death_of_any_rank": 4,
+    "tests/actors/test_rank.py::test_aborts_at_any_moment_are_acknowledged_by_both_ranks": 4,
+    "tests/actors/test_drafting.py::test_aborts_and_deaths_at_any_moment": 3,
+    "tests/actors/test_groups.py::test_requests_moves_and_deaths_at_any_moment": 3,
+    "tests/sim/test_drafting.py::test_groups_that_draft_keep_every_promise": 2,
+    "tests/core/test_sides.py::test_with_caches_and_faults_memory_is_accounted_for_on_every_way_out": 25,
+    "tests/core/test_sides.py::test_with_faults_no_write_hits_the_wrong_memory_and_only_burnt_epochs_keep_any": 25,
+    "tests/core/test_sides.py::test_with_caches_and_without_faults_nothing_waits_for_ever_or_goes_on_from_other_ids": 15,  # noqa: E501
+}
+
+
+def choose(count: int, wanted: int) -> set[int]:
+    """`wanted` numbers below `count`, the first and the last among them where there is room for both."""
+    if wanted >= count:
+        return set(range(count))
+    return {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
