@@ -1,4 +1,4 @@
-"""The commands `engine drain`, `engine undrain` and `engine cancel`: an act of an operator, with a question before it.
+"""The commands `engine drain`, `undrain`, `cancel` and `cache reset`: an act of an operator, with a question before it.
 
 A question is asked only where somebody can answer it, and no connection to the head is held while a person thinks.
 """
@@ -19,7 +19,7 @@ from engine.faces.admin import ActRefused, open_operator
 from engine.faces.question import ask_yes, can_ask
 from engine.faces.ranks import NoSuchRank, describe_ranks, pick_ranks
 from engine.runtime import RuntimeDirectory
-from transport.messages import CancelRequests, SetDrain, StatusReport
+from transport.messages import CancelRequests, ResetCache, SetDrain, StatusReport
 
 CANCELS = 4096
 """Requests in one act."""
@@ -80,6 +80,25 @@ def cancel(
     return _carry_out(path, act, as_json, requests=list(numbers))
 
 
+@click.group()
+def cache() -> None:
+    """The prefix caches of prefill ranks."""
+
+
+@cache.command()
+@_act_options
+def reset(config_file: str | None, directory: str | None, reason: str, yes: bool, as_json: bool) -> int:
+    """Have prefill ranks give up what they keep of past prompts. What running prompts use stays, and no text changes.
+
+    For measurements that are to begin cold.
+    """
+    path = cli.runtime_path(config_file, directory)
+    _check(reason, yes)
+    if not _agreed("Give up what the prefix caches keep?", yes):
+        return cli.EXIT_REFUSED
+    return _carry_out(path, ResetCache(host=_host(), reason=reason), as_json)
+
+
 def _set_drain(
     words: tuple[str, ...], *, is_drain: bool, config_file: str | None, directory: str | None, reason: str, yes: bool,
     as_json: bool,
@@ -128,7 +147,7 @@ def _agreed(question: str, yes: bool) -> bool:
     return False
 
 
-def _carry_out(path: str, act: SetDrain | CancelRequests, as_json: bool, **names: Any) -> int:
+def _carry_out(path: str, act: SetDrain | CancelRequests | ResetCache, as_json: bool, **names: Any) -> int:
     async def ask() -> str:
         async with open_operator(RuntimeDirectory(path).admin_socket) as head:
             return await head.ask_act(act)

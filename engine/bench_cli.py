@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 LIST_LIMIT = 4096
 """A longer list of numbers is a mistake."""
+ON_CPU = ("rows", "context", "steps", "prefill")
+ON_CUDA = ("shapes", "iters", "routing", "as_rank_of", "records")
+"""Options of `engine bench forward` that one kind of device only has."""
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
@@ -33,13 +36,13 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic only in new
 
 
 class StepCaseText(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
-    """`ROWS:CONTEXT:STEPS`, or `ROWS:CONTEXT:STEPS:AHEAD`."""
+    """`ROWS:CONTEXT:STEPS`, or `ROWS:CONTEXT:STEPS:AHEAD`; a text with a name in it is left to `bench.cases`."""
 
     name = "case"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | str:
+        if isinstance(value, tuple) or "=" in value:
+            return value  # type: ignore[no-any-return]
         words = value.split(":")
         if len(words) not in (3, 4) or not all(word.isdigit() for word in words) or 0 in map(int, words[:3]):
             self.fail(f"{value!r} is not ROWS:CONTEXT:STEPS[:AHEAD]", param, ctx)
@@ -62,17 +65,52 @@ def bench() -> None:
     "cases",
     type=StepCaseText(),
     multiple=True,
-    help="ROWS:CONTEXT:STEPS[:AHEAD], instead of the above; AHEAD steps go before the timed ones.",
+    help="ROWS:CONTEXT:STEPS[:AHEAD], instead of the above; AHEAD steps go before the timed ones. With --device cuda:"
+    " NAME=[N*]Q[@K][:D], N requests with Q rows each at a length of K tokens (k: x 1024), D of them drafts.",
 )
 @click.option("--prefill", type=Numbers(), default="64,256,1024", show_default=True, help="Prompt lengths.")
 @click.option("--samples", type=click.IntRange(1), default=3, show_default=True, help="Of everything.")
+@click.option("--shapes", metavar="FILE", type=click.Path(dir_okay=False), help="cuda: JSON file of cases.")
+@click.option("--iters", type=click.IntRange(1), default=20, show_default=True, help="cuda: steps of a sample.")
+@click.option(
+    "--routing",
+    type=click.Choice(["real", "balanced", "zipf"]),
+    default="real",
+    show_default=True,
+    help="cuda: how rows choose experts.",
+)
+@click.option(
+    "--as-rank-of",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="cuda: hold one of so many shares of the experts, for the rows of all ranks.",
+)
+@click.option(
+    "--records",
+    type=click.Choice(["fp8", "bf16", "fp32"]),
+    default="fp8",
+    show_default=True,
+    help="cuda: format of what is kept of a sequence.",
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
 @click.option("--quiet", is_flag=True, help="Nothing but the record.")
 @click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
 @click.option("--given", type=int, hidden=True, help="Descriptor with the resolved configuration.")
 @click.help_option("-h", "--help")
-def forward(given: int | None, **options: Any) -> int:
-    """The model's decode step, in this process, with no runtime around it; and how fast it reads prompts."""
+@click.pass_context
+def forward(ctx: click.Context, /, given: int | None, **options: Any) -> int:
+    """The model's decode step, in this process, with no runtime around it; and how fast it reads prompts.
+
+    With --device cuda: its step on a GPU, with dummy weights of --model: v4-flash, a config.json or its folder.
+    """
+    if options["device"] == "cuda":
+        _refuse_given(ctx, ON_CPU, "--device cuda has none")
+        return _measure_on_cuda(options)
+    _refuse_given(ctx, ON_CUDA, "needs --device cuda")
+    named = [case for case in options["cases"] if isinstance(case, str)]
+    if named:
+        raise click.UsageError(f"--case {named[0]} needs --device cuda; the CPU's cases are ROWS:CONTEXT:STEPS[:AHEAD]")
     if given is not None:
         from engine.config import config_from_json
         from engine.spawn import take_bytes
@@ -147,6 +185,39 @@ def serve(**options: Any) -> int:
     record |= trio.run(measure)
     _end(record, serve_table(record), options)
     return 0
+
+
+def _refuse_given(ctx: click.Context, names: tuple[str, ...], words: str) -> None:
+    """Raises UsageError for an option that would do nothing."""
+    for name in names:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} {words}")
+
+
+def _measure_on_cuda(options: dict[str, Any]) -> int:
+    from pathlib import Path
+
+    from engine.bench.cases import gather_cases
+    from engine.bench.rig import StepOptions
+    from engine.bench.step import describe_run, measure_steps
+
+    for case in options["cases"]:
+        if not isinstance(case, str):
+            raise click.UsageError(f"--case {':'.join(map(str, case))} is the CPU's; write NAME=[N*]Q[@K][:D]")
+    shapes = options["shapes"]
+    asked = StepOptions(
+        model=options["model"] or "v4-flash",
+        cases=tuple(gather_cases(options["cases"], Path(shapes) if shapes is not None else None)),
+        iters=options["iters"],
+        samples=options["samples"],
+        routing=options["routing"],
+        ranks=options["as_rank_of"],
+        records=options["records"],
+        seed=options["seed"],
+    )
+    record = measure_steps(asked, ["engine", *sys.argv[1:]], _teller(options))
+    _end(record, "\n".join(describe_run(run) for run in record["runs"]), options)
+    return int(any("error" in run for run in record["runs"]))
 
 
 def _refuse_pretence(config: ClusterConfig) -> None:

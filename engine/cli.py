@@ -43,6 +43,7 @@ _LAZY = {
     "drain": ("engine.acts_cli", "Give ranks no new requests; what they have is finished."),
     "undrain": ("engine.acts_cli", "Give ranks new requests again."),
     "cancel": ("engine.acts_cli", "End requests by their numbers."),
+    "cache": ("engine.acts_cli", "Empty the prefix caches."),
     "console": ("engine.console_cli", "Watch and operate a running engine at the terminal."),
     "relay": ("engine.relay_cli", "Connect stdin and stdout with the operators' socket."),
     "simulate": ("engine.simulate_cli", "Run a cluster on virtual time, with faults, and check its every promise."),
@@ -91,7 +92,7 @@ def config_options(command: F) -> F:
     options = [
         click.option("-c", "--config", "config_file", type=click.Path(dir_okay=False), envvar="ENGINE_CONFIG",
                      help="TOML file."),
-        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key of the file; may be repeated."),
+        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any key; of several the last counts."),
         click.option("--model", help="Checkpoint directory, or nano for the bundled model."),
         click.option("--device", help="cpu, or sim: a rack that is simulated in one process."),
         click.option("--scenario", help="Of --device sim: a name as for engine simulate, or a TOML file."),

@@ -160,6 +160,8 @@ class HttpConfig:
     """Processes that share the port."""
     keys_file: str = NO_KEYS
     """Clients' keys, one a line; NO_KEYS: nobody is asked for one."""
+    metrics_need_key: bool = True
+    """Whether a scrape is asked for one, too."""
     queue: int = 4096
     """Requests without a first token; one more is refused with 429."""
     connections: int = 4096

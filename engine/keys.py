@@ -102,6 +102,7 @@ _HTTP_DOCS: dict[str, tuple[str, float, str]] = {
     "listen": ("address", 0, "Where HTTP is served, as 127.0.0.1:8000; none: nowhere."),
     "fronts": ("count", 1, "Processes that share the port; the bounds below are each one's."),
     "keys_file": ("path", 0, "File with clients' keys, one a line; none: nobody is asked for one."),
+    "metrics_need_key": ("flag", 0, "With a keys_file: false lets anybody who reaches the port read /metrics."),
     "queue": ("count", 1, "Requests without a first token; one more is refused with 429."),
     "connections": ("count", 1, "Open connections; one more is refused with 503."),
     "body_bytes": ("size", 1024, "Of a request's body."),

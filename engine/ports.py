@@ -40,6 +40,7 @@ class DeviceInfo:
         mesh_address: where a device of a group meets the others; empty for a group of one.
         parts: the parts of the model whose experts have slots here; empty for a group of one.
         max_drafts: drafts that it proposes for a row at most; 0 for a model without drafter.
+        why_no_grammar: of a prefill rank: why no text can follow a grammar; empty if they can.
     """
 
     name: str
@@ -55,6 +56,7 @@ class DeviceInfo:
     mesh_address: str = ""
     parts: tuple[PartInfo, ...] = ()
     max_drafts: int = 0
+    why_no_grammar: str = ""
 
 
 class Ticket(Protocol):

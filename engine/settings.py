@@ -115,7 +115,7 @@ def resolve_config(
     Args:
         config_file: TOML file, or None for defaults only.
         flags: dotted key to value, from the command line's own options; None values were not given.
-        sets: `key=value` of each `--set`.
+        sets: `key=value` of each `--set`; the last one of a key counts.
         environ: the process environment.
 
     Raises:
@@ -144,12 +144,16 @@ class _Sources:
             self._take(name, value, f"flag --{option}", Path.cwd())
 
     def read_sets(self, sets: Iterable[str]) -> None:
+        """Of several for one key the last one counts, as it does of an option."""
+        values: dict[str, str] = {}
         for text in sets:
             name, equals, value = text.partition("=")
-            if not equals:
+            if equals:
+                values[name.strip()] = value.strip()
+            else:
                 self.problems.append(f"--set {text}: write --set key=value")
-                continue
-            self._take(name.strip(), value.strip(), f"--set {name.strip()}", Path.cwd())
+        for name, value in values.items():
+            self._take(name, value, f"--set {name}", Path.cwd())
 
     def read_environment(self, environ: Mapping[str, str]) -> None:
         for variable in sorted(environ):

@@ -10,6 +10,8 @@ are float32. `turns` is float32[positions, rope / 2, 2], cosine and sine. Where 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,9 +24,11 @@ __all__ = [
     # hyper
     "connect", "collapse_head",
     # rows
-    "norm_rows", "prepare_queries", "write_window",
+    "norm_rows", "prepare_queries", "prepare_both", "write_window",
     # compressor
     "compress",
+    # entrance
+    "enter_attention",
     # indexer
     "select_entries",
     # attention
@@ -235,6 +239,32 @@ def prepare_queries(query: Tensor, positions: Tensor, turns: Tensor, eps: float 
     return _turn(x, turns[positions.long().clamp(min=0)].unsqueeze(1)).to(query.dtype)
 
 
+def prepare_both(
+    query: Tensor,
+    shape: tuple[int, int],
+    index_shape: tuple[int, int],
+    positions: Tensor,
+    turns: Tensor,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`prepare_queries` of the attention's heads, and without the norm of the indexer's, which lie behind them.
+
+    Args:
+        query: A[R, heads * width + index heads * index width] (rows may lie in a wider tensor).
+        shape: heads and width of the attention.
+        index_shape: of the indexer.
+        positions: int32[R]; -1 is taken as 0.
+        turns: of the layer.
+        eps: of the norm.
+
+    Returns:
+        (A[R, heads, width], A[R, index heads, index width]).
+    """
+    count = shape[0] * shape[1]
+    heads, index_heads = query[:, :count].unflatten(1, shape), query[:, count:].unflatten(1, index_shape)
+    return prepare_queries(heads, positions, turns, eps), prepare_queries(index_heads, positions, turns, None)
+
+
 def write_window(
     kv: Tensor, norm: Tensor, eps: float, turns: Tensor, rows: StepRows, arena: Tensor, ring: Plane
 ) -> None:
@@ -352,6 +382,43 @@ def compress(raw: Tensor, pooling: Pooling, turns: Tensor, rows: StepRows, arena
         entry = position // ratio
         page = int(rows.tables[r // rows.span, entry // target.rows])
         store_record(arena, target, page, entry % target.rows, record)
+
+
+def enter_attention(
+    wide: Tensor,
+    query_norm: Tensor,
+    window_norm: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    turns: Tensor,
+    rows: StepRows,
+    arena: Tensor,
+    ring: Plane,
+    compressions: Sequence[tuple[Tensor, Pooling]] = (),
+) -> Tensor:
+    """All that lies between the first products of a layer and the query's second: `norm_rows`, `write_window` and
+    `compress`.
+
+    Args:
+        wide: float[R, rank + ring.width] (rows may lie in a wider tensor): the query's latent, then the window record.
+        query_norm: float32[rank].
+        window_norm: float32[ring.width].
+        eps: of both norms.
+        out_dtype: A.
+        turns: of the layer.
+        rows: the step.
+        arena: uint8[bytes], written into.
+        ring: the layer's window ring.
+        compressions: raw rows and pooling, as `compress` takes them; two at most, whose rings and targets are apart.
+
+    Returns:
+        A[R, rank], the normed latent.
+    """
+    rank, width = len(query_norm), ring.width
+    write_window(wide[:, rank : rank + width], window_norm, eps, turns, rows, arena, ring)
+    for raw, pooling in compressions:
+        compress(raw, pooling, turns, rows, arena)
+    return norm_rows(wide[:, :rank], query_norm, eps, out_dtype)
 
 
 # Indexer
@@ -495,7 +562,13 @@ def route(
 
 
 def mix_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, expert_to_slot: Tensor, slots: SlotWeights, clamp: float
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_to_slot: Tensor,
+    slots: SlotWeights,
+    clamp: float,
+    base: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of the chosen experts that this rank has.
 
@@ -506,9 +579,11 @@ def mix_experts(
         expert_to_slot: int32[experts], -1 for an expert of another rank.
         slots: the rank's slots.
         clamp: limit inside the gated unit.
+        base: A[R, hidden], R <= T, to which the sums of the first R rows are added.
 
     Returns:
-        float32[T, hidden], zero where a row has no expert here. Summed in the order of the places.
+        float32[T, hidden], zero where a row has no expert here; with a base A[R, hidden]. Summed in the order of the
+        places, the base last.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for place in range(ids.shape[1]):
@@ -521,4 +596,4 @@ def mix_experts(
             # The hidden layer is stored in A between the two products.
             inner = _gated(gate, lift, clamp).to(x.dtype).float()
             out[row] += weights[row, place] * (down @ inner)
-    return out
+    return out if base is None else (out[: len(base)] + base.float()).to(base.dtype)

@@ -153,6 +153,8 @@ class CancelRequest(Message, frozen=True):
     """Stop it wherever it is. Answered by RequestFailed(cancelled), or by the RequestFinished that overtook it."""
 
     request: U53
+    is_complete: bool = False
+    """Its requester has all that it wants, as at a stop string: in the head's counts it is answered, not given up."""
 
 
 class TokensEmitted(Message, frozen=True):
@@ -406,6 +408,10 @@ class PrefixCounts(Message, frozen=True):
     possible: U53 = 0
     """What a cache of unlimited size on this rank, which had kept every page of every prompt, would have spared."""
     evicted_pages: U53 = 0
+
+
+class ForgetPrompts(Message, frozen=True):
+    """Head to a prefill rank: give up what the prefix cache keeps, but for what prompts use now."""
 
 
 class RankSnapshot(Message, frozen=True):
@@ -980,6 +986,49 @@ Counts = Annotated[tuple[U53, ...], msgspec.Meta(max_length=65)]
 """How many fell into each bucket since the head started. Empty: none."""
 
 
+REQUEST_BOUNDS_MS = (
+    1, 3, 10, 30, 100,
+    300, 500, 800, 1000, 1500, 2000, 2500, 5000, 10_000, 15_000, 20_000, 30_000, 40_000, 50_000, 60_000, 120_000,
+    240_000, 480_000, 960_000, 1_920_000, 7_680_000,
+)  # fmt: skip
+"""Upper bounds of histograms of whole requests and their stages: those of vLLM, and some below its first."""
+
+
+class TimeCounts(Message, frozen=True):
+    """A histogram of times with its exact sum."""
+
+    counts: Counts = ()
+    sum_us: U53 = 0
+
+
+class RequestTimes(Message, frozen=True):
+    """Of requests that were answered whole by their first attempt. All by `REQUEST_BOUNDS_MS`, but for `token`."""
+
+    whole: TimeCounts = TimeCounts()
+    """Accepted until the head had the last token."""
+    queue: TimeCounts = TimeCounts()
+    """Of it, until the first chunk of the prompt was submitted."""
+    run: TimeCounts = TimeCounts()
+    """The rest: `prefill` and `decode`."""
+    prefill: TimeCounts = TimeCounts()
+    """From there until the head had the first token."""
+    decode: TimeCounts = TimeCounts()
+    """From there on."""
+    token: TimeCounts = TimeCounts()
+    """`decode` by the tokens behind the first, 0 where there are none; by `LATENCY_BOUNDS_US`."""
+
+
+class RequestEnds(Message, frozen=True):
+    """How submissions ended that were taken. All grow."""
+
+    stop: U53 = 0
+    """By an id that ends a text, or by a stop string that the requester found."""
+    length: U53 = 0
+    abort: U53 = 0
+    """Given up by clients or operators."""
+    error: U53 = 0
+
+
 class AskTraffic(Message, frozen=True):
     """Reads only. Answered by TrafficReport."""
 
@@ -1012,6 +1061,8 @@ class TrafficReport(Message, frozen=True):
     itl_limit_us: U53 = 0
     push_failures: U53 = 0
     """Attempts that ranks ended with `transfer_failed` or `kv_corrupt`."""
+    ends: RequestEnds = RequestEnds()
+    times: RequestTimes = RequestTimes()
 
 
 class AskRequests(Message, frozen=True):
@@ -1161,6 +1212,13 @@ class CancelRequests(Message, frozen=True):
     reason: Text
 
 
+class ResetCache(Message, frozen=True):
+    """Admin socket only: prefill ranks are told ForgetPrompts. Answered by ActDone or Refused."""
+
+    host: Name
+    reason: Text
+
+
 class ActDone(Message, frozen=True):
     """What was done, in words."""
 
@@ -1188,6 +1246,7 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     29: Drain,
     30: RankSnapshot,
     31: WriterOverdue,
+    32: ForgetPrompts,
     40: PeerHello,
     41: PeerWelcome,
     42: PagesGranted,
@@ -1238,6 +1297,7 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     110: SetDrain,
     111: CancelRequests,
     112: ActDone,
+    113: ResetCache,
     120: LogprobsEmitted,
     121: PromptScored,
 }
@@ -1262,7 +1322,8 @@ HEAD_FROM_RANK: frozenset[type[Message]] = frozenset(
 )
 RANK_FROM_HEAD: frozenset[type[Message]] = frozenset(
     {
-        *(PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain, NameGroup, JoinGroup, WakeGroup),
+        *(PeerUp, PeerDown, StartPrefill, ReservePages, Abort, Drain, ForgetPrompts),
+        *(NameGroup, JoinGroup, WakeGroup),
         *(PrepareEpoch, HoldCopies, ReleaseCopies, WithdrawEpoch, AdoptEpoch, BurnEpoch, SlotsCopied),
     }
 )
@@ -1273,7 +1334,7 @@ PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGra
 HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset(
     {
         *(AskStatus, AskExperts, AskTraffic, AskRequests, AskHeat, AskLinks, WatchEvents),
-        *(Shutdown, Rebalance, SetDrain, CancelRequests),
+        *(Shutdown, Rebalance, SetDrain, CancelRequests, ResetCache),
     }
 )
 OPERATOR_FROM_HEAD: frozenset[type[Message]] = frozenset(

@@ -20,6 +20,7 @@ from transport.messages import (
     RebalanceAnswer,
     Refused,
     RequestsReport,
+    ResetCache,
     SetDrain,
     Shutdown,
     StatusReport,
@@ -49,12 +50,14 @@ class Acts:
         rebalance: does what Rebalance asks for, `user` in it included; may wait for a plan.
         drain: takes ranks out of routing, or back.
         cancel: ends requests.
+        reset: empties the prefix caches.
     """
 
     shutdown: Callable[[Shutdown, str], int]
     rebalance: Callable[[Rebalance], Awaitable[RebalanceAnswer | Refused]]
     drain: Callable[[SetDrain, str], ActDone | Refused]
     cancel: Callable[[CancelRequests, str], ActDone | Refused]
+    reset: Callable[[ResetCache, str], ActDone | Refused]
 
 
 ServeOperators = Callable[[trio.abc.Listener[trio.SocketStream], Answers, Acts | None], Awaitable[None]]

@@ -120,7 +120,7 @@ class HeadClient:
         self._table = Unanswered()
         self._rows = self._table.rows
         self._numbers = 0
-        self._cancels: collections.deque[int] = collections.deque()
+        self._cancels: collections.deque[messages.CancelRequest] = collections.deque()
         # Tokens that the sink has not heard of yet: rows, how many for each, and numbers of the rows' requests.
         self._came: list[Row] = []
         self._amounts: list[int] = []
@@ -171,15 +171,16 @@ class HeadClient:
         self._table.add(row)
         return number
 
-    def cancel(self, row: Row) -> None:
+    def cancel(self, row: Row, *, is_complete: bool = False) -> None:
         """Asks the head to stop it. The row stays in the table until the answer: failed(cancelled), or finished.
+        `is_complete`: it has come to its end, as at a stop string.
 
         If the send queue is full of prompts, the word waits until there is room (see `flush`).
 
         Raises:
             PeerGone: the connection is over.
         """
-        self._cancels.append(row.request)
+        self._cancels.append(messages.CancelRequest(row.request, is_complete))
         self.flush()
 
     def flush(self) -> None:
@@ -190,7 +191,7 @@ class HeadClient:
         """
         while self._cancels:
             try:
-                self._frames.post(messages.CancelRequest(request=self._cancels[0]))
+                self._frames.post(self._cancels[0])
             except Overflow:
                 return
             self._cancels.popleft()

@@ -34,6 +34,7 @@ from transport.messages import (
     CancelRequests,
     HeadHello,
     Refused,
+    ResetCache,
     SetDrain,
     Shutdown,
     StatusReport,
@@ -167,6 +168,11 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
     def cancel(message: CancelRequests, user: str) -> ActDone | Refused:
         return describe_cancel(message.requests, router.cancel_requests(message.requests))
 
+    def reset(message: ResetCache, user: str) -> ActDone | Refused:
+        if not config.keeps_prompts:
+            return Refused("there is no prefix cache (prefix_cache.enabled)")
+        return ActDone(f"{router.forget_prompts()} prefill ranks give up what no prompt uses of their prefix caches")
+
     async def watch_signals() -> None:
         async for signum in ports.signals:
             stop.signals += 1
@@ -204,7 +210,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
         links=supervisor.links,
         events=ports.events,
     )
-    acts = Acts(shutdown=shutdown, rebalance=balancer.act, drain=drain, cancel=cancel)
+    acts = Acts(shutdown=shutdown, rebalance=balancer.act, drain=drain, cancel=cancel, reset=reset)
     async with ports.requests, ports.read, ports.admin, trio.open_nursery() as operators:
         operators.start_soon(ports.serve_operators, ports.read, answers, None)
         operators.start_soon(ports.serve_operators, ports.admin, answers, acts)

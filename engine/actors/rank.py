@@ -302,6 +302,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
         ),
         checksums=identity.config.checksum_pushes,
         prefix_cache=identity.config.prefix_cache,
+        why_no_grammar=info.why_no_grammar,
     )
 
 

@@ -45,6 +45,7 @@ from transport.messages import (
     AskRequests,
     CancelRequest,
     FailureCode,
+    ForgetPrompts,
     LogprobsEmitted,
     PromptScored,
     RankReady,
@@ -198,7 +199,7 @@ class Router:
             if isinstance(message, Submit):
                 self._submit(client, message, frame.blob)
             elif isinstance(message, CancelRequest):
-                self._cancel(client, message.request)
+                self._cancel(client, message)
             else:
                 raise RemoteProtocolError(f"{type(message).__name__} is not allowed after the hello")
         self._dispatch()
@@ -259,11 +260,15 @@ class Router:
         if full is not None:
             raise RequestRefused("queue_full", f"the engine is full: {full}", retryable=True)
 
-    def _cancel(self, client: Client, request: int) -> None:
-        number = client.request_to_number.get(request)
+    def _cancel(self, client: Client, message: CancelRequest) -> None:
+        number = client.request_to_number.get(message.request)
         if number is None:
             return  # it ended while the cancellation was on its way: its end was told
-        self._cancel_entry(self._entries[number], "cancelled while it waited", "cancelled")
+        entry = self._entries[number]
+        if message.is_complete and entry.complete_at is None:
+            self.tokens.flush()
+            entry.complete_at = trio.current_time(), self._rows.generated(number)
+        self._cancel_entry(entry, "cancelled while it waited", "cancelled")
 
     def _cancel_entry(self, entry: Entry, words_waiting: str, words: str) -> None:
         """What is being given up already is left to that."""
@@ -359,8 +364,9 @@ class Router:
         if entry is None:
             return
         entry.started = message
+        entry.started_at = trio.current_time()
         if not entry.is_aborting:
-            entry.state_at = trio.current_time()
+            entry.state_at = entry.started_at
         seat = self._seats.get(rank)
         if seat is not None:
             is_first = message.attempt == 1 and entry.client is not None
@@ -387,9 +393,16 @@ class Router:
         if entry.client is not None:
             self.tokens.flush()
             self._traffic.note_finish(message)
+            self._note_stages(entry, trio.current_time(), message.completion_tokens)
             entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
         self._remove(entry)
+
+    def _note_stages(self, entry: Entry, ended_at: float, num_tokens: int) -> None:
+        started = entry.started
+        if started is not None and entry.submit.attempt == 1:
+            queue_us = started.timings.queue_us
+            self._traffic.stages.note(entry.queued_at, queue_us, entry.started_at, ended_at, num_tokens)
 
     def _failed(self, rank: int, message: RequestFailed) -> None:
         entry = self._lookup(rank, message.request, message.attempt)
@@ -440,6 +453,14 @@ class Router:
             self._affinities.forget(rank)
         else:
             self._dispatch()
+
+    def forget_prompts(self) -> int:
+        """Has prefill ranks give up what their prefix caches keep, and forgets who has what; how many ranks."""
+        seats = [(rank, seat) for rank, seat in self._seats.items() if seat.role == "prefill"]
+        for rank, seat in seats:
+            seat.tell(ForgetPrompts())
+            self._affinities.forget(rank)
+        return len(seats)
 
     # ------------------------------------------------------------ the head
 
@@ -571,6 +592,9 @@ class Router:
         is_cancelled = code == "cancelled"  # which somebody asked for, so it is no failure
         self._traffic.cancelled += is_cancelled
         self._traffic.failed += not is_cancelled
+        if is_cancelled and entry.complete_at is not None:
+            self._traffic.note_complete()
+            self._note_stages(entry, *entry.complete_at)
         submit = entry.submit
         client.tell(
             RequestFailed(

@@ -115,6 +115,8 @@ class Entry:
     Attributes:
         client: None once the client needs to hear no more of it; `client_name` stays.
         state_at: when it came into the state that operators see.
+        started_at: when its first token came.
+        complete_at: when its client had all that it wants, and how many tokens it had then.
         cancel_words: why it was cancelled, for the client.
         affinity: its `core.affinity.affinity_key`; empty if no prompt is shared.
         guessed: ids of its prompt that its prefill rank was thought to have, when it was placed there.
@@ -133,6 +135,8 @@ class Entry:
     abort_deadline: float | None = None
     client_name: str = ""
     state_at: float = 0.0
+    started_at: float = 0.0
+    complete_at: tuple[float, int] | None = None
     cancel_words: str = "cancelled"
     affinity: bytes = b""
     guessed: int = 0

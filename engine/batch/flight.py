@@ -203,7 +203,7 @@ class Flight:
         job.answered_at = job.answered_at or row.last_token_at
         if job.stops is not None and not job.cancelled_at and job.search_stops() and self.client is not None:
             job.cancelled_at = trio.current_time()
-            self.client.cancel(row)
+            self.client.cancel(row, is_complete=True)
 
     def row_finished(self, row: Row, fact: RequestFinished) -> None:
         self.nudge()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.core.pages import PagePool, PageState
+from engine.core.runs import Runs
 from engine.errors import LocalProtocolError
 
-Holding = tuple[tuple[int, ...], int, PageState, tuple[int, ...], PageState]
+Holding = tuple[Sequence[int], int, PageState, Sequence[int], PageState]
 """Pages of a request or of the prefix cache, their slab (-1 for none) and state; then further pages and theirs."""
 
 
@@ -21,37 +22,37 @@ class Arena:
     def has_room(self, num_pages: int) -> bool:
         return self.slabs.num_free > 0 and self.pages.num_free >= num_pages
 
-    def allocate(self, num_pages: int) -> tuple[tuple[int, ...], int]:
+    def allocate(self, num_pages: int) -> tuple[Runs, int]:
         """Pages and a slab, owned. Ask `has_room` before."""
         pages, slabs = self.pages.allocate(num_pages), self.slabs.allocate(1)
         if pages is None or slabs is None:
             raise LocalProtocolError(f"no room for {num_pages} pages and a slab")
         return pages, slabs[0]
 
-    def grant(self, pages: tuple[int, ...], slab: int) -> None:
+    def grant(self, pages: Sequence[int], slab: int) -> None:
         self.pages.grant(pages)
         self.slabs.grant((slab,))
 
-    def adopt(self, pages: tuple[int, ...], slab: int) -> None:
+    def adopt(self, pages: Sequence[int], slab: int) -> None:
         self.pages.adopt(pages)
         self.slabs.adopt((slab,))
 
-    def quarantine(self, pages: tuple[int, ...], slab: int) -> None:
+    def quarantine(self, pages: Sequence[int], slab: int) -> None:
         self.pages.quarantine(pages)
         self.slabs.quarantine((slab,))
 
-    def hold(self, pages: tuple[int, ...], slab: int) -> None:
+    def hold(self, pages: Sequence[int], slab: int) -> None:
         self.pages.hold(pages)
         self.slabs.hold((slab,))
 
-    def cache(self, pages: tuple[int, ...], slab: int) -> None:
+    def cache(self, pages: Sequence[int], slab: int) -> None:
         self.pages.cache(pages)
         self.slabs.cache((slab,))
 
-    def evict(self, pages: tuple[int, ...], slab: int) -> None:
+    def evict(self, pages: Sequence[int], slab: int) -> None:
         self.free(pages, slab, PageState.CACHED)
 
-    def free(self, pages: tuple[int, ...], slab: int, source: PageState) -> None:
+    def free(self, pages: Sequence[int], slab: int, source: PageState) -> None:
         self.pages.free(pages, source)
         self.slabs.free((slab,), source)
 

@@ -15,7 +15,8 @@ import bisect
 import dataclasses
 import heapq
 import itertools
-from array import array
+
+import numpy as np
 
 from engine.core.arena import Arena, Holding
 from engine.core.effects import Effect, ReadBack, TellCorrupt, ToHead, ToPeer
@@ -496,7 +497,7 @@ class DecodeSide:
         granted = sequence.pages[: sequence.prompt_pages]
         self.arena.grant(granted, sequence.slab)
         word = PagesGranted(*sequence.key, epoch=sequence.epoch, slab=sequence.slab, num_pages=len(granted))
-        self._outbox.append(ToPeer(sequence.link, word, array("i", granted).tobytes()))
+        self._outbox.append(ToPeer(sequence.link, word, granted.to_array(np.int32).tobytes()))
         self._watch(sequence)
 
     def _read_back(self, sequence: Sequence) -> None:
@@ -585,7 +586,8 @@ _PHASE_TO_STATE = {
 
 
 def _holding(sequence: Sequence) -> Holding:
-    prompt, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
     state = _PHASE_TO_STATE[sequence.phase]
-    rest_state = PageState.OWNED if sequence.phase is DecodePhase.GRANTED else state
-    return prompt, sequence.slab, state, rest, rest_state
+    if sequence.phase is not DecodePhase.GRANTED:
+        return sequence.pages, sequence.slab, state, (), state
+    prompt, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
+    return prompt, sequence.slab, state, rest, PageState.OWNED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from engine.core.group import Membership
@@ -38,12 +38,12 @@ class StartPush:
     link: int
     first: int
     count: int
-    pages: tuple[int, ...]
+    pages: Sequence[int]
     remote_pages: tuple[int, ...]
     slabs: tuple[int, int] | None
 
 
-Stretch = tuple[tuple[int, ...], int]
+Stretch = tuple[Sequence[int], int]
 """What one push wrote: pages in order, then a slab, or -1 for none."""
 
 

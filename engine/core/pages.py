@@ -2,7 +2,7 @@
 
 A unit is in exactly one state, and only the moves of `ALLOWED` exist, so memory that a peer may still write can not be
 handed out by a slip: the move raises. Runs of neighbouring units are preferred, because neighbours that have
-neighbouring targets merge into one write on the wire.
+neighbouring targets merge into one write on the wire, and because a move costs by the run.
 
 The invariant, checked by `check`: free + owned + in_flight + granted + quarantined + cached = total.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 
+from engine.core.runs import Runs
 from engine.errors import LocalProtocolError
 
 
@@ -51,6 +53,9 @@ ALLOWED: frozenset[tuple[PageState, PageState]] = frozenset(
 of `handoff` see to that."""
 
 
+_MARKS = tuple(bytes((state,)) for state in PageState)
+
+
 class PagePool:
     """Units 0 .. total - 1 and their states. `what` names the unit in errors (`page`, `slab`)."""
 
@@ -75,19 +80,22 @@ class PagePool:
     def state_of(self, unit: int) -> PageState:
         return PageState(self._states[unit])
 
-    def find(self, units: Sequence[int], state: PageState) -> int | None:
+    def find(self, units: Iterable[int], state: PageState) -> int | None:
         """The first of `units` in that state."""
-        at = bytes(map(self._states.__getitem__, units)).find(state)
-        return None if at < 0 else units[at]
+        for run in Runs.of(units).ranges:
+            at = self._states.find(state, run.start, run.stop)
+            if at >= 0:
+                return at
+        return None
 
-    def find_other(self, units: Sequence[int], state: PageState) -> int | None:
+    def find_other(self, units: Iterable[int], state: PageState) -> int | None:
         """The first of `units` in another state."""
-        found = bytes(map(self._states.__getitem__, units))
-        if found.count(state) == len(found):
-            return None
-        return next(unit for unit, value in zip(units, found, strict=True) if value != state)
+        for run in Runs.of(units).ranges:
+            if self._states.count(state, run.start, run.stop) != len(run):
+                return next(unit for unit in run if self._states[unit] != state)
+        return None
 
-    def allocate(self, count: int) -> tuple[int, ...] | None:
+    def allocate(self, count: int) -> Runs | None:
         """Takes `count` free units and owns them; None when there are not enough.
 
         Prefers the smallest run that holds all of them; else the longest runs, so that the fewest pieces come out.
@@ -95,17 +103,19 @@ class PagePool:
         if count > self.num_free:
             return None
         if count <= 0:
-            return ()
-        units: list[int] = []
+            return Runs()
         fitting = [(length, index) for index, length in enumerate(self._run_lengths) if length >= count]
         if fitting:
-            self._cut(min(fitting)[1], count, units)
+            units = Runs((self._cut(min(fitting)[1], count),))
         else:
-            while len(units) < count:
+            ranges: list[range] = []
+            while count:
                 longest = max(range(len(self._run_lengths)), key=self._run_lengths.__getitem__)
-                self._cut(longest, min(count - len(units), self._run_lengths[longest]), units)
+                ranges.append(self._cut(longest, min(count, self._run_lengths[longest])))
+                count -= len(ranges[-1])
+            units = Runs(tuple(ranges))
         self._mark(units, PageState.FREE, PageState.OWNED)
-        return tuple(units)
+        return units
 
     def grant(self, units: Iterable[int]) -> None:
         """A peer may write them from now on."""
@@ -133,10 +143,10 @@ class PagePool:
         Raises:
             LocalProtocolError: a unit is in another state, or may not be freed from it.
         """
-        units = tuple(units)
+        units = Runs.of(units)
         self._mark(units, source, PageState.FREE)
-        for unit in units:
-            self._join(unit)
+        for run in units.ranges:
+            self._join(run)
 
     def check(self) -> None:
         """Recounts everything; raises LocalProtocolError at the first difference. Costs O(total)."""
@@ -159,39 +169,47 @@ class PagePool:
     def _mark(self, units: Iterable[int], source: PageState, target: PageState) -> None:
         if (source, target) not in ALLOWED:
             raise LocalProtocolError(f"a {self.what} may not go from {source.name} to {target.name}")
-        units = tuple(units)
+        ranges = Runs.of(units).ranges
+        states, count = self._states, 0
         # Two passes: a refused move must leave nothing half done.
-        for unit in units:
-            if not 0 <= unit < self.total or self._states[unit] != source:
-                is_in = PageState(self._states[unit]).name if 0 <= unit < self.total else "outside the arena"
+        for run in ranges:
+            first, end = run.start, run.stop
+            if first < 0 or end > self.total or states.count(source, first, end) != end - first:
+                unit = next(unit for unit in run if not 0 <= unit < self.total or states[unit] != source)
+                is_in = PageState(states[unit]).name if 0 <= unit < self.total else "outside the arena"
                 raise LocalProtocolError(f"{self.what} {unit} is {is_in}, not {source.name}")
-        if len(set(units)) != len(units):
-            raise LocalProtocolError(f"a {self.what} is named twice in a move to {target.name}")
-        for unit in units:
-            self._states[unit] = target
-        self._counts[source] -= len(units)
-        self._counts[target] += len(units)
+            count += end - first
+        if len(ranges) > 1:
+            ordered = sorted(ranges, key=lambda run: run.start)
+            if any(after.start < before.stop for before, after in itertools.pairwise(ordered)):
+                raise LocalProtocolError(f"a {self.what} is named twice in a move to {target.name}")
+        for run in ranges:
+            states[run.start : run.stop] = _MARKS[target] * len(run)
+        self._counts[source] -= count
+        self._counts[target] += count
 
-    def _cut(self, index: int, count: int, into: list[int]) -> None:
+    def _cut(self, index: int, count: int) -> range:
         first, length = self._run_firsts[index], self._run_lengths[index]
-        into.extend(range(first, first + count))
         if count == length:
             del self._run_firsts[index], self._run_lengths[index]
         else:
             self._run_firsts[index], self._run_lengths[index] = first + count, length - count
+        return range(first, first + count)
 
-    def _join(self, unit: int) -> None:
-        at = bisect.bisect_left(self._run_firsts, unit)
-        before = at > 0 and self._run_firsts[at - 1] + self._run_lengths[at - 1] == unit
-        after = at < len(self._run_firsts) and self._run_firsts[at] == unit + 1
+    def _join(self, run: range) -> None:
+        """Adds it to the free runs, as one with those beside it."""
+        firsts, lengths = self._run_firsts, self._run_lengths
+        at = bisect.bisect_left(firsts, run.start)
+        before = at > 0 and firsts[at - 1] + lengths[at - 1] == run.start
+        after = at < len(firsts) and firsts[at] == run.stop
         if before and after:
-            self._run_lengths[at - 1] += 1 + self._run_lengths[at]
-            del self._run_firsts[at], self._run_lengths[at]
+            lengths[at - 1] += len(run) + lengths[at]
+            del firsts[at], lengths[at]
         elif before:
-            self._run_lengths[at - 1] += 1
+            lengths[at - 1] += len(run)
         elif after:
-            self._run_firsts[at] = unit
-            self._run_lengths[at] += 1
+            firsts[at] = run.start
+            lengths[at] += len(run)
         else:
-            self._run_firsts.insert(at, unit)
-            self._run_lengths.insert(at, 1)
+            firsts.insert(at, run.start)
+            lengths.insert(at, len(run))

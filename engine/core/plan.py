@@ -51,7 +51,7 @@ class PrefillChunk:
     slab: int
     start: int
     tokens: memoryview
-    pages: tuple[int, ...]
+    pages: Sequence[int]
     sample: Sampling | None
     seen: memoryview | None = None
     generated: int = 0
@@ -86,7 +86,7 @@ class DecodeRow:
     slab: int
     position: int
     token: int | None
-    pages: tuple[int, ...]
+    pages: Sequence[int]
     sampling: Sampling
     said: bytes = b""
 
@@ -109,7 +109,7 @@ class Roster:
 
     requests: Ints
     slabs: Ints
-    pages: tuple[tuple[int, ...], ...]
+    pages: tuple[Sequence[int], ...]
     sampling: tuple[Sampling, ...]
     tables: Ints
     ends: Ints | None = None
@@ -119,7 +119,7 @@ class Roster:
 def build_roster(
     requests: Ints,
     slabs: Ints,
-    pages: tuple[tuple[int, ...], ...],
+    pages: tuple[Sequence[int], ...],
     sampling: tuple[Sampling, ...],
     said: tuple[bytes, ...] = (),
 ) -> Roster:

@@ -29,6 +29,7 @@ from transport.messages import (
     Drain,
     EpochEnded,
     FailureCode,
+    ForgetPrompts,
     GrantRevoked,
     Message,
     PagesGranted,
@@ -94,6 +95,8 @@ class PrefillSide:
                 self._unreachable.pop(message.rank, None)
             case PeerDown():
                 self._on_peer_down(message)
+            case ForgetPrompts():
+                self.cache.give_up_all()
             case Drain():
                 self.draining = True
             case _:
@@ -313,6 +316,8 @@ class PrefillSide:
         misfit = find_misfit(num_ids, message.generated, message.sampling, sizes.max_model_tokens, sizes.vocab_size)
         if misfit is not None:
             return misfit
+        if message.sampling.grammar and sizes.why_no_grammar:
+            return "bad_request", f"no text can follow a grammar here: {sizes.why_no_grammar}"
         if count_pages(num_ids, sizes.step.page_tokens) > sizes.num_pages:
             return "too_long", f"{num_ids} ids do not fit on rank {sizes.rank} ({sizes.num_pages} pages)"
         # Unsigned, so that one comparison finds negative ids too: an id outside the table would take the device down.

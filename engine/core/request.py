@@ -13,6 +13,7 @@ from collections.abc import Container
 from engine.core.handoff import DecodePhase, PrefillPhase
 from engine.core.plan import Base
 from engine.core.prefix import Cut
+from engine.core.runs import NO_UNITS, Runs
 from transport.messages import (
     GRAMMAR_LIMIT,
     TEXT_LIMIT,
@@ -127,7 +128,7 @@ class Sequence:
     quarantined_us: int = 0
     granted_us: int = 0
     prompt_pages: int = 0
-    pages: tuple[int, ...] = ()
+    pages: Runs = NO_UNITS
     slab: int = -1
     pushed_mask: int = 0
     told: tuple[tuple[int, int, int], ...] = ()

@@ -50,7 +50,7 @@ class PrefixCache:
         num_pages = count_pages(prompt.num_ids, self._page_tokens)
         if not self._is_on:
             if self._arena.has_room(num_pages):
-                prompt.pages, prompt.slab = self._arena.allocate(num_pages)
+                self._allocate(prompt, num_pages)
             return prompt.slab >= 0
         assert prompt.start is not None
         if not prompt.digests:
@@ -63,7 +63,7 @@ class PrefixCache:
         if cut is None or not self._take(prompt, cut, num_pages):
             if not self._make_room(num_pages):
                 return False
-            prompt.pages, prompt.slab = self._arena.allocate(num_pages)
+            self._allocate(prompt, num_pages)
         if prompt.cut is not None:
             self._tree.use(prompt.cut, now_us)
         branch = min(known, (prompt.num_ids - 1) // self._page_tokens) * self._page_tokens
@@ -118,6 +118,11 @@ class PrefixCache:
         self._arena.slabs.free(prompt.keeps.values(), PageState.OWNED)
         self._free(prompt, prompt.pages[prompt.cached // self._page_tokens :])
 
+    def give_up_all(self) -> None:
+        """Everything that no prompt uses; what is used goes like all else, once room is wanted."""
+        while (given_up := self._tree.evict(is_for_pages=False)) is not None:
+            self._take_back(given_up)
+
     # ------------------------------------------------------------ what others ask
 
     @property
@@ -153,6 +158,11 @@ class PrefixCache:
 
     # ------------------------------------------------------------ inside
 
+    def _allocate(self, prompt: Prompt, num_pages: int) -> None:
+        """All of a prompt's memory. Its pages are numbers one by one: parts of them become the tree's."""
+        pages, prompt.slab = self._arena.allocate(num_pages)
+        prompt.pages = tuple(pages)
+
     def _take(self, prompt: Prompt, cut: Cut, num_pages: int) -> bool:
         """Has the prompt go on from this cut, if there is room for the rest."""
         shared, is_inside = divmod(cut.position, self._page_tokens)
@@ -168,7 +178,7 @@ class PrefixCache:
         return True
 
     def _free(self, prompt: Prompt, pages: Sequence[int]) -> None:
-        self._arena.free(tuple(pages), prompt.slab, PageState.OWNED)
+        self._arena.free(pages, prompt.slab, PageState.OWNED)
         if prompt.cut is not None:
             self._tree.unpin(prompt.cut)
         self._keeping.pop(prompt.key, None)
@@ -210,5 +220,8 @@ class PrefixCache:
         given_up = self._tree.evict(is_for_pages=is_for_pages)
         if given_up is None:
             raise LocalProtocolError("prefix cache: nothing can be given up, though it was counted")
+        self._take_back(given_up)
+
+    def _take_back(self, given_up: tuple[Sequence[int], int]) -> None:
         self._arena.evict(*given_up)
         self._evicted_pages += len(given_up[0])

@@ -58,6 +58,7 @@ class Running:
         self._proposed = np.zeros(_FIRST_SLOTS, np.int64)
         self._accepted = np.zeros(_FIRST_SLOTS, np.int64)
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
+        self._width = np.zeros(_FIRST_SLOTS, np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._fresh: set[int] = set()
         self._num_gone = 0
@@ -82,11 +83,12 @@ class Running:
         self._base[slot] = sequence.prompt_tokens - 1
         self._proposed[slot] = self._accepted[slot] = 0
         self._least[slot], self._may_stop[slot] = sequence.sampling.min_tokens, bool(sequence.sampling.stop_ids)
-        if len(sequence.pages) > self._tables.shape[1]:
-            more = max(len(sequence.pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
+        width = self._width[slot] = len(sequence.pages)
+        if width > self._tables.shape[1]:
+            more = max(width, 2 * self._tables.shape[1]) - self._tables.shape[1]
             self._tables = np.pad(self._tables, ((0, 0), (0, more)))
         self._tables[slot] = 0
-        self._tables[slot, : len(sequence.pages)] = sequence.pages
+        self._tables[slot, :width] = sequence.pages.to_array()
         self._fresh.add(slot)
         self.sequences[sequence.key] = sequence
         self._lineup = None
@@ -329,7 +331,7 @@ class Running:
             slabs=self._slab[slots],
             pages=pages,
             sampling=sampling,
-            tables=self._tables[slots, : max(map(len, pages), default=0)],
+            tables=self._tables[slots, : self._width[slots].max(initial=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
             said=tuple([each.said for each in sequences]) if any(each.said for each in sequences) else (),
         )
@@ -350,7 +352,7 @@ class Running:
         old = len(self._planned)
         for name in (
             "planned", "count", "token", "limit", "request", "attempt", "slab", "base", "least", "may_stop",
-            "proposed", "accepted",
+            "proposed", "accepted", "width",
         ):  # fmt: skip
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))

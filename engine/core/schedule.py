@@ -60,6 +60,7 @@ class SideSizes:
         quarantine_share, cap_us, room_us: decode side: see `fence.Fence`. `room_us` bounds reading back, too.
         checksums: every push tells its checksum, and the decode side believes none before it was read back.
         prefix_cache: prefill side: what prompts have computed stays for those that begin alike.
+        why_no_grammar: prefill side: why requests with a grammar are refused; empty if they are not.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class SideSizes:
     step: StepLimits
     checksums: bool = False
     prefix_cache: bool = False
+    why_no_grammar: str = ""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

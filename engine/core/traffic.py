@@ -20,7 +20,8 @@ import dataclasses
 
 from engine.core.latency import LatencyCounts
 from engine.core.slo import LatencyWatch
-from transport.messages import RequestFinished, RequestStarted, TrafficReport
+from engine.core.stages import StageTimes
+from transport.messages import RequestEnds, RequestFinished, RequestStarted, TrafficReport
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -49,7 +50,8 @@ class Traffic:
     Attributes:
         accepted: submissions that were taken; each is finished, failed, cancelled, or still here.
         refused: answered without being taken.
-        cancelled: given up by their clients, also by leaving, or by operators.
+        cancelled: given up by their clients, also by leaving, or by operators; complete ones among them.
+        stages: how long those took that were answered whole by their first attempt.
         prompt_tokens, cached_tokens: of started attempts, the cached ones among the others.
         generated_tokens: that reached somebody who waited for them.
         push_failures: attempts that were lost on the way from the prefill rank to the decode rank.
@@ -59,6 +61,9 @@ class Traffic:
         self.accepted = self.refused = self.finished = self.failed = self.cancelled = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.push_failures = 0
+        self.stages = StageTimes()
+        self._reasons = {"stop": 0, "length": 0}
+        self._complete = 0
         self.ttft, self.itl, self.handoff = LatencyCounts(), LatencyCounts(), LatencyCounts()
         self._ttft_limit_us, self._itl_limit_us = ttft_limit_us, itl_limit_us
         self._watches = (
@@ -92,8 +97,13 @@ class Traffic:
     def note_finish(self, finished: RequestFinished) -> None:
         """A request was answered whole, and somebody waited for it."""
         self.finished += 1
+        self._reasons[finished.reason] += 1
         if finished.handoff_us > 0:
             self.handoff.add(finished.handoff_us)
+
+    def note_complete(self) -> None:
+        """One of the cancelled ones was complete: its requester had all that it wanted."""
+        self._complete += 1
 
     def mark(self, now: float) -> None:
         """Lets the limits' minute go on; call it about every second."""
@@ -125,4 +135,11 @@ class Traffic:
             ttft_limit_us=self._ttft_limit_us,
             itl_limit_us=self._itl_limit_us,
             push_failures=self.push_failures,
+            ends=RequestEnds(
+                stop=self._reasons["stop"] + self._complete,
+                length=self._reasons["length"],
+                abort=self.cancelled - self._complete,
+                error=self.failed,
+            ),
+            times=self.stages.told(),
         )

@@ -27,6 +27,7 @@ from transport.messages import (
     RebalanceAnswer,
     Refused,
     RequestsReport,
+    ResetCache,
     SetDrain,
     Shutdown,
     ShutdownAccepted,
@@ -103,7 +104,7 @@ class Operator:
         """
         return _expect_act(RebalanceAnswer, await self.ask(act, timeout_s))
 
-    async def ask_act(self, act: SetDrain | CancelRequests) -> str:
+    async def ask_act(self, act: SetDrain | CancelRequests | ResetCache) -> str:
         """Has the head do it and returns what was done, in words; raises as `ask_rebalance`."""
         return _expect_act(ActDone, await self.ask(act)).done
 

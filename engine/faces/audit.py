@@ -6,7 +6,9 @@ import logging
 
 from engine.faces.ranks import describe_ranks
 from engine.log import log_event
-from transport.messages import CancelRequests, Rebalance, SetDrain, Shutdown
+from transport.messages import CancelRequests, Rebalance, ResetCache, SetDrain, Shutdown
+
+Act = Shutdown | Rebalance | SetDrain | CancelRequests | ResetCache
 
 logger = logging.getLogger("engine.admin")
 
@@ -14,10 +16,7 @@ LISTED = 20
 """Requests that an event names."""
 
 
-def log_act(
-    act: Shutdown | Rebalance | SetDrain | CancelRequests, user: str, uid: int, outcome: str, said: str | None,
-    *, is_allowed: bool,
-) -> None:  # fmt: skip
+def log_act(act: Act, user: str, uid: int, outcome: str, said: str | None, *, is_allowed: bool) -> None:
     """Logs an act under `admin.` and its name.
 
     Args:
@@ -34,7 +33,7 @@ def log_act(
     )  # fmt: skip
 
 
-def _name(act: Shutdown | Rebalance | SetDrain | CancelRequests) -> str:
+def _name(act: Act) -> str:
     match act:
         case Shutdown():
             return "shutdown"
@@ -44,9 +43,11 @@ def _name(act: Shutdown | Rebalance | SetDrain | CancelRequests) -> str:
             return "drain" if act.drain else "undrain"
         case CancelRequests():
             return "cancel"
+        case ResetCache():
+            return "reset_cache"
 
 
-def _what(act: Shutdown | Rebalance | SetDrain | CancelRequests) -> str:
+def _what(act: Act) -> str:
     match act:
         case Shutdown():
             return f"engine within {act.drain_ms / 1e3:g} s"
@@ -58,3 +59,5 @@ def _what(act: Shutdown | Rebalance | SetDrain | CancelRequests) -> str:
         case CancelRequests():
             more = " ..." if len(act.requests) > LISTED else ""
             return f"requests {','.join(map(str, act.requests[:LISTED]))}{more}"
+        case ResetCache():
+            return "prefix caches"

@@ -15,7 +15,7 @@ import trio
 
 from engine.actors.answers import Acts, Answers
 from engine.errors import EngineError
-from engine.faces.audit import log_act
+from engine.faces.audit import Act, log_act
 from engine.log import log_event
 from transport.messages import (
     HEAD_FROM_OPERATOR,
@@ -32,6 +32,7 @@ from transport.messages import (
     Rebalance,
     RebalanceAnswer,
     Refused,
+    ResetCache,
     SetDrain,
     Shutdown,
     ShutdownAccepted,
@@ -58,8 +59,6 @@ EVENT_PAUSE_S = 0.05
 """Between two messages of events, so that a burst of them costs few."""
 NAME_S = 1.0
 """For the name of a user: directories of users may be on the network."""
-
-Act = Shutdown | Rebalance | SetDrain | CancelRequests
 
 
 async def run_operators(listener: trio.abc.Listener[trio.SocketStream], answers: Answers, acts: Acts | None) -> None:
@@ -207,6 +206,8 @@ class _Caller:
                 self._tell(user, message, acts.drain(message, user))
             case CancelRequests():
                 self._tell(user, message, acts.cancel(message, user))
+            case ResetCache():
+                self._tell(user, message, acts.reset(message, user))
 
     async def _rebalance(self, acts: Acts, message: Rebalance) -> None:
         answer: RebalanceAnswer | Refused | None = None

@@ -23,12 +23,14 @@ from transport.messages import (
     LATENCY_BOUNDS_US,
     MOST_DRAFTS,
     REBALANCE_BOUNDS_MS,
+    REQUEST_BOUNDS_MS,
     Counts,
     DraftCounts,
     ExpertsReport,
     PartReport,
     RankStatus,
     StatusReport,
+    TimeCounts,
     TrafficReport,
 )
 
@@ -47,8 +49,10 @@ def metrics_text(status: StatusReport, experts: ExpertsReport, traffic: TrafficR
     metrics = (
         _cluster_metrics(status, experts),
         _rank_metrics(status.ranks),
+        _memory_metrics(status),
         _prefix_metrics(status),
         _traffic_metrics(traffic, status.model),
+        _request_metrics(traffic, status.model),
         _draft_metrics(status.drafted, status.model),
         _eplb_metrics(experts.parts, now_s),
     )
@@ -134,6 +138,27 @@ def _pool_metrics(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "engine:pd_push_inflight", "Writes under way.", value=sum(snapshot.pushes_inflight for snapshot in pushing)
     )
+
+
+def _memory_metrics(status: StatusReport) -> Iterator[Metric]:
+    """Of ranks that have said so. Cached pages that nobody uses are there for others, so they count as free."""
+    shares = {}
+    for pool in ("prefill", "decode"):
+        snapshots = [rank.snapshot for rank in status.ranks if rank.role == pool and rank.snapshot is not None]
+        total = sum(snapshot.pages_total for snapshot in snapshots)
+        if total:
+            shares[pool] = 1 - sum(snapshot.pages_available for snapshot in snapshots) / total
+    known = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc", "Share of the decode ranks' pages that is in use, 0 to 1.",
+        labels=["model_name", "engine"],
+    )  # fmt: skip
+    if "decode" in shares:
+        known.add_metric([status.model, "0"], shares["decode"])
+    yield known
+    family = GaugeMetricFamily("engine:kv_pages_used_ratio", "The same of each pool.", labels=["pool"])
+    for pool, share in shares.items():
+        family.add_metric([pool], share)
+    yield family
 
 
 def _prefix_metrics(status: StatusReport) -> Iterator[Metric]:
@@ -224,6 +249,31 @@ def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
     yield GaugeMetricFamily("engine:waiting_tokens", "Prompt tokens that wait.", value=traffic.waiting_tokens)
 
 
+def _request_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:
+    """Of requests when they have ended: by reason, and how long they took."""
+    names, labels = ["model_name", "engine"], [model, "0"]
+    ended = CounterMetricFamily(
+        "vllm:request_success", "Submissions that ended; `abort`: given up by clients or operators.",
+        labels=[*names, "finished_reason"],
+    )  # fmt: skip
+    for reason in ("stop", "length", "abort", "error"):
+        ended.add_metric([*labels, reason], getattr(traffic.ends, reason))
+    yield ended
+    requests = [f"{bound / 1e3:g}" for bound in REQUEST_BOUNDS_MS]
+    tokens = [f"{bound / 1e6:g}" for bound in LATENCY_BOUNDS_US]
+    for name, text, field, bounds in (
+        ("e2e_request_latency", "From acceptance to the last token", "whole", requests),
+        ("request_queue_time", "From acceptance to the first step", "queue", requests),
+        ("request_inference_time", "From the first step to the last token", "run", requests),
+        ("request_prefill_time", "From the first step to the first token, pushes included", "prefill", requests),
+        ("request_decode_time", "From the first token to the last", "decode", requests),
+        ("request_time_per_output_token", "Decode time / tokens behind the first", "token", tokens),
+    ):
+        family = HistogramMetricFamily(f"vllm:{name}_seconds", f"{text}. {_WHOLE_TEXT}", labels=names)
+        family.add_metric(labels, *_exact_seconds(getattr(traffic.times, field), bounds))
+        yield family
+
+
 def _draft_metrics(drafted: DraftCounts, model: str) -> Iterator[Metric]:
     names, labels = ["model_name", "engine"], [model, "0"]
     for name, text, value in (
@@ -245,6 +295,7 @@ def _draft_metrics(drafted: DraftCounts, model: str) -> Iterator[Metric]:
     yield family
 
 
+_WHOLE_TEXT = "In the head, of requests that were answered whole by their first attempt."
 _SUM_TEXT = "The sum is reckoned from the buckets, within 12 %."
 
 
@@ -253,6 +304,12 @@ def _seconds(counts: Counts) -> tuple[list[tuple[str, float]], float]:
     bounds = [*(f"{bound / 1e6:g}" for bound in LATENCY_BOUNDS_US), "+Inf"]
     sums = itertools.accumulate(counts or (0,) * NUM_BUCKETS)
     return list(zip(bounds, map(float, sums), strict=True)), sum_us(counts) / 1e6
+
+
+def _exact_seconds(times: TimeCounts, bounds: list[str]) -> tuple[list[tuple[str, float]], float]:
+    """Buckets and sum of a histogram whose sum is known."""
+    sums = itertools.accumulate(times.counts or (0,) * (len(bounds) + 1))
+    return list(zip((*bounds, "+Inf"), map(float, sums), strict=True)), times.sum_us / 1e6
 
 
 INFO_LABELS = ("version", "model", "layout")

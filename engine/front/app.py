@@ -48,6 +48,7 @@ _CONVERSATION_HEADERS = (b"x-session-id", b"x-correlation-id", b"x-session-affin
 _EXCHANGE = "engine.exchange"
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 """Asked by those who have no keys."""
+_METRICS_PATH = "/metrics"
 
 T = TypeVar("T")
 
@@ -112,6 +113,7 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
         self._guard = guard
+        self._open_paths = _OPEN_PATHS if http.metrics_need_key else _OPEN_PATHS | {_METRICS_PATH}
         self._router: Router | None = None
         self._waiting = 0
         self._body_bytes = 0
@@ -266,7 +268,7 @@ class Front:
                 f"the request's line and headers have {size} bytes (limit {self.http.header_bytes}, http.header_bytes)"
             )
             raise HttpError(431, "headers_too_large", words, closes=True)
-        if scope["path"] not in _OPEN_PATHS and not self._guard.allows(exchange.headers.get(b"authorization")):
+        if scope["path"] not in self._open_paths and not self._guard.allows(exchange.headers.get(b"authorization")):
             raise HttpError(401, "invalid_api_key", "no valid key in the header Authorization: Bearer KEY")
 
     def _log(self, exchange: Exchange, facts: dict[str, Any]) -> None:

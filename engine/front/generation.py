@@ -124,7 +124,7 @@ class Generation:
             self.first_token_at = time.monotonic()
             self._first_came()
         if choice.reason is None and choice.feed():
-            self._link.cancel(ask)
+            self._link.cancel(ask, is_complete=True)
             self._open -= 1
         elif choice.lag > self._lag_limit:
             self.stall()

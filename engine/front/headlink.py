@@ -64,7 +64,7 @@ class HeadLink:
         """Wait for the next connection."""
         self._pauses: dict[Ask, asyncio.Task[None]] = {}
         """Wait for their next attempt."""
-        self._cancels: collections.deque[int] = collections.deque()
+        self._cancels: collections.deque[messages.CancelRequest] = collections.deque()
 
     @property
     def num_open(self) -> int:
@@ -99,18 +99,19 @@ class HeadLink:
             self._again.pop(ask, None)
             raise
         if ask.owner is None:  # cancelled while it waited for room: the word went out before it
-            self._cancels.append(ask.request)
+            self._cancels.append(messages.CancelRequest(ask.request))
             self._flush_cancels()
 
-    def cancel(self, ask: Ask) -> None:
-        """Nobody wants it any more. The head is told, and what still comes of it is dropped."""
+    def cancel(self, ask: Ask, *, is_complete: bool = False) -> None:
+        """Nobody wants more of it. The head is told, and what still comes of it is dropped. `is_complete`: it has
+        come to its end, as at a stop string."""
         ask.owner = None
         self._again.pop(ask, None)
         pause = self._pauses.pop(ask, None)
         if pause is not None:
             pause.cancel()
         if self._asks.holds(ask):
-            self._cancels.append(ask.request)
+            self._cancels.append(messages.CancelRequest(ask.request, is_complete))
             self._flush_cancels()
 
     def fail_all(self, failure: Failure) -> None:
@@ -226,7 +227,7 @@ class HeadLink:
         link = self._link
         while self._cancels and link is not None:
             try:
-                link.post(messages.CancelRequest(request=self._cancels[0]))
+                link.post(self._cancels[0])
             except (Overflow, PeerGone):
                 return
             self._cancels.popleft()

@@ -8,6 +8,7 @@ that breaks off because of another rank has not failed: `group.GroupWorker` runs
 from __future__ import annotations
 
 import collections
+import dataclasses
 import queue
 import sys
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import trio
 
-from engine.config import RankConfig, model_directory, plan_num_pages
+from engine.config import NANO, RankConfig, model_directory, plan_num_pages
 from engine.core.effects import Stretch
 from engine.core.plan import StepPlan, StepResult
 from engine.errors import ConfigError, DeviceError, GroupBroken, LocalProtocolError
@@ -286,6 +287,11 @@ async def open_torch_device(
         _load, config, report, poison, mesh_address, connect
     )
     rejects = config.draft.acceptance == "rejection"
+    grammars = Grammars(model_directory(config.model), info.vocab_size, info.eos_ids[0])
+    if config.role == "prefill" and config.model != NANO:
+        # All requests pass a prefill rank. Found here it costs a request; found in a step it would cost the rank.
+        fault = await trio.to_thread.run_sync(grammars.find_fault)
+        info = dataclasses.replace(info, why_no_grammar=fault)
     return TorchDevice(
         model,
         info,
@@ -293,7 +299,7 @@ async def open_torch_device(
         grouping=grouping,
         proposer=proposer,
         rejects=rejects,
-        grammars=Grammars(model_directory(config.model), info.vocab_size, info.eos_ids[0]),
+        grammars=grammars,
     )
 
 

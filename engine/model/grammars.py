@@ -107,14 +107,31 @@ class Grammars:
             guide.take(token)
         return guide
 
+    def find_fault(self) -> str:
+        """Why no text can follow a grammar here; empty if they can. Waits until the tokenizer is read.
+
+        Raises:
+            DeviceError: after `close`.
+        """
+        try:
+            self._compiler.submit(self._read_tokenizer).result()
+        except RuntimeError as error:
+            raise DeviceError(f"no tokenizer is read any more: {error}") from error
+        except DeviceError as error:
+            return str(error)
+        return ""
+
     def close(self) -> None:
         """Compiles nothing from now on."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=LIMITS)
+
+    def _read_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return self._tokenizer
 
     def _load_tokenizer(self) -> LLTokenizer:
         path = self._directory / "tokenizer.json"

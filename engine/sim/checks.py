@@ -7,6 +7,7 @@ keeps its own books of who may write what, from the frames alone, and so needs n
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -154,7 +155,7 @@ class Auditor:
                 for named in [(row.slab, row.pages) for row in plan.rows]:
                     self._check_named(life, plan.step, *named, side.arena)
 
-    def _check_named(self, life: Life, step: int, slab: int, pages: tuple[int, ...], arena: Arena) -> None:
+    def _check_named(self, life: Life, step: int, slab: int, pages: Sequence[int], arena: Arena) -> None:
         if arena.slabs.state_of(slab) is PageState.FREE:
             raise Violation("in-flight", f"{life.name}: step {step} names slab {slab}, which is free")
         page = arena.pages.find(pages, PageState.FREE)

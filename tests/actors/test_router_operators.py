@@ -13,7 +13,9 @@ from transport.messages import (
     Abort,
     AskRequests,
     CancelRequest,
+    ForgetPrompts,
     RequestAborted,
+    RequestEnds,
     RequestFailed,
     RequestFinished,
     RequestRow,
@@ -269,6 +271,13 @@ async def test_a_new_life_of_a_drained_rank_is_drained(nursery):
     assert len(await third.take()) == 1
 
 
+async def test_prefill_ranks_are_told_to_forget_prompts(nursery):
+    rig, _, _, prefill, decode = await open_rig(nursery)
+    other = rig.rank(7, "prefill")
+    assert rig.router.forget_prompts() == 2
+    assert await prefill.take() == await other.take() == [ForgetPrompts()] and await decode.take() == []
+
+
 # ---------------------------------------------------------------- totals
 
 
@@ -293,6 +302,42 @@ async def test_latencies_of_a_request_by_the_clock(nursery, autojump_clock):
     assert [traffic.ttft, traffic.itl, traffic.handoff] == [counts.counts() for counts in expected]
     assert (traffic.at_ms, traffic.generated_tokens, traffic.prompt_tokens) == (550, 6, 6)
     assert (traffic.accepted, traffic.finished, traffic.running, traffic.waiting) == (2, 1, 1, 0)
+
+
+async def test_stages_of_requests_by_the_clock_and_how_they_ended(nursery, autojump_clock):
+    rig, client, _, prefill, decode = await open_rig(nursery)
+    for request, attempt in ((1, 1), (2, 1), (3, 2), (4, 1), (5, 1)):
+        rig.submit(client, request, attempt=attempt)
+    numbers = [message.request for message in await decode.take()]
+    await prefill.take()
+    await trio.sleep(0.5)
+    for number, attempt in zip(numbers, (1, 1, 2, 1), strict=False):
+        started = RequestStarted(number, attempt, 3, 0, 0, DECODE, 100, 1, 1, Timings(queue_us=200_000))
+        rig.started.add((number, attempt))
+        rig.from_rank(DECODE, started)
+    rig.emit(DECODE, [(numbers[0], 1, 0, [1]), (numbers[1], 1, 0, [1]), (numbers[2], 2, 0, [1])])
+    await trio.sleep(1.0)
+    rig.emit(DECODE, [(numbers[0], 1, 1, [1, 2]), (numbers[1], 1, 1, [2])])
+    rig.finish(DECODE, numbers[0], tokens=3)
+    rig.finish(DECODE, numbers[2], attempt=2)  # began elsewhere, so its times are not known here
+    rig.from_client(client, CancelRequest(2, is_complete=True))
+    rig.from_client(client, CancelRequest(4))
+    await trio.sleep(0.25)
+    for number in (numbers[1], numbers[3]):
+        rig.from_rank(PREFILL, RequestAborted(number, 1))
+        rig.from_rank(DECODE, RequestAborted(number, 1))
+    rig.router.fail_all("it ends")
+    traffic = rig.router.traffic()
+    assert traffic.ends == RequestEnds(stop=1, length=2, abort=1, error=1)
+    assert (traffic.finished, traffic.cancelled, traffic.failed) == (2, 2, 1)
+    times = traffic.times
+    sums = {name: getattr(times, name).sum_us for name in ("whole", "queue", "run", "prefill", "decode", "token")}
+    assert sums == {
+        "whole": 3_000_000, "queue": 400_000, "run": 2_600_000, "prefill": 600_000, "decode": 2_000_000,
+        # Of three tokens, and of the two that there were when the client had all that it wanted.
+        "token": 1_500_000,
+    }  # fmt: skip
+    assert all(sum(getattr(times, name).counts) == 2 for name in sums)
 
 
 async def test_a_missed_limit_is_a_sentence(nursery, autojump_clock):
@@ -359,7 +404,7 @@ async def test_totals_add_up_and_every_submission_is_answered_once(nursery, auto
                         rig.from_rank(rank - 2, RequestAborted(number, attempt))
                         del held[rank - 2][number]
             case "cancel" if listed:
-                rig.from_client(client, CancelRequest(rng.randrange(1, submitted + 1)))
+                rig.from_client(client, CancelRequest(rng.randrange(1, submitted + 1), rng.random() < 0.5))
             case "operator" if listed:
                 picked = [row.request for row in rng.sample(listed, min(2, len(listed)))]
                 assert rig.router.cancel_requests([*picked, 5]) == tuple(picked)
@@ -382,6 +427,8 @@ async def test_totals_add_up_and_every_submission_is_answered_once(nursery, auto
         assert traffic.accepted + traffic.refused == submitted
         ended = traffic.finished + traffic.failed + traffic.cancelled
         assert traffic.accepted == ended + traffic.waiting + traffic.running
+        by = traffic.ends
+        assert by.stop + by.length + by.abort + by.error == ended and by.error == traffic.failed
     received = 0
     for client, end in clients:
         for frame in await end.take_frames():
@@ -394,6 +441,7 @@ async def test_totals_add_up_and_every_submission_is_answered_once(nursery, auto
     assert all(len(each) <= 1 for each in answers.values())
     assert len(said) == traffic.refused + ended and said.count("finished") == traffic.finished
     assert said.count("cancelled") == traffic.cancelled and traffic.cancelled and traffic.failed and traffic.refused
+    assert by.length == traffic.finished and by.abort
     assert traffic.generated_tokens == received
     assert sum(traffic.handoff) == traffic.finished
     assert traffic.waiting + traffic.running == sum(not each for each in answers.values())

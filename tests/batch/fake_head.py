@@ -115,6 +115,7 @@ class FakeHead:
         self.faults: dict[str, list[Fault]] = collections.defaultdict(list)
         self.breaches: list[str] = []
         self.submissions: list[messages.Submit] = []
+        self.complete = 0
         self.most_unfinished = 0
         self.tokens_sent = 0
         self.connections = 0
@@ -171,6 +172,7 @@ class _Connection:
                 case messages.Submit() as submit:
                     self._submit(submit, bytes(frame.blob))
                 case messages.CancelRequest() as cancel:
+                    self._head.complete += cancel.is_complete
                     self._cancel(cancel.request)
         self._work.set()
 

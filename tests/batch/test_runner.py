@@ -129,6 +129,7 @@ async def test_a_stop_string_ends_a_text_before_it(tmp_path: Path) -> None:
     assert (engine["prefill_rank"], engine["decode_rank"], engine["pushed_bytes"]) == (0, 1, 4096)
     assert (engine["queue_ms"], engine["prefill_ms"], engine["push_ms"]) == (0.01, 0.02, 0.03)
     assert engine["handoff_ms"] is None, "the engine tells it with an end of its own"
+    assert head.complete == 1, "the head is not told that it is complete"
     needed = next(n for n in range(1, len(pieces) + 1) if stop in "".join(pieces[:n]))
     assert record["response"]["body"]["usage"]["completion_tokens"] == needed <= place + 2
 

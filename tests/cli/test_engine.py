@@ -18,7 +18,7 @@ from engine.settings import resolve_config
 from tests.actors.head_process import is_gone, talking_client, wait_for
 from tests.cli.test_commands import engine
 from tests.cli.tiny_model import write_tiny_model
-from transport.messages import RequestFinished
+from transport.messages import RequestFailed, RequestFinished
 
 SMALL = ("page_tokens=16", "num_pages=600", "num_slabs=8")
 
@@ -38,6 +38,15 @@ async def complete(requests_path: str, prompts: list[list[int]], *, count: int =
             assert isinstance(end, RequestFinished) and end.completion_tokens == count
             assert client.starts[request].pushed_bytes > 0
         return [client.tokens[request] for request in range(len(prompts))]
+
+
+async def refused_grammar(requests_path: str) -> RequestFailed:
+    head = SimpleNamespace(directory=SimpleNamespace(requests_socket=requests_path))
+    async with talking_client(head) as client:
+        client.submit(1, [5, 6, 7], grammar='start: "a"')
+        end = await client.end_of(1, 30)
+        assert isinstance(end, RequestFailed), end
+        return end
 
 
 PROMPTS = [[5 + request, 6, 7, 8] * 9 for request in range(5)]
@@ -75,6 +84,10 @@ async def test_a_private_cluster_serves_survives_a_rank_and_leaves_nothing(model
         async with start_cluster(config, stderr=log) as cluster:
             assert isinstance(cluster, PrivateCluster)
             await cluster.wait_ready(50)
+            # Its tokenizer is of a kind that grammars can not use: said to who asks, and no step dies of it.
+            refusal = await refused_grammar(cluster.requests_path)
+            assert refusal.code == "bad_request" and not refusal.retryable
+            assert "grammars need the model's tokenizer" in refusal.message and str(model) in refusal.message
             first = await complete(cluster.requests_path, PROMPTS)
             pids = _pids(tmp_path / "log")
             os.kill(pids[0], signal.SIGKILL)

@@ -193,7 +193,7 @@ def acting(tmp_path):
         seen.append((message, user))
         return m.ActDone("done so")
 
-    with desk_thread(tmp_path, {"drain": do, "cancel": do}) as head:
+    with desk_thread(tmp_path, {"drain": do, "cancel": do, "reset": do}) as head:
         head.seen = seen
         yield head
 
@@ -240,7 +240,7 @@ def test_usage_errors_end_with_2_and_change_nothing(acting, run, words, hint):
     assert (code, out, acting.seen) == (2, "", []) and hint in err
 
 
-@pytest.mark.parametrize("words", [["drain", "1"], ["undrain", "1"], ["cancel", "7"]])
+@pytest.mark.parametrize("words", [["drain", "1"], ["undrain", "1"], ["cancel", "7"], ["cache", "reset"]])
 def test_where_nobody_can_be_asked_consent_has_to_be_given(acting, run, words):
     code, out, err = run(*words, "--dir", acting.directory)
     assert (code, out, acting.seen) == (2, "", []) and "give --yes" in err
@@ -251,6 +251,13 @@ def test_requests_are_cancelled_by_their_numbers(acting, run):
     assert code == 0 and json.loads(out) == {"schema": 1, "done": "done so", "requests": [7, 8]}
     [(message, user)] = acting.seen
     assert (message.requests, message.reason, user) == ((7, 8), "stuck", ME)
+
+
+def test_caches_are_emptied(acting, run):
+    code, out, _ = run("cache", "reset", "--yes", "--json", "--reason", "cold", "--dir", acting.directory)
+    assert code == 0 and json.loads(out) == {"schema": 1, "done": "done so"}
+    [(message, user)] = acting.seen
+    assert isinstance(message, m.ResetCache) and (message.reason, user) == ("cold", ME) and message.host
 
 
 def test_what_the_head_refuses_ends_with_5(tmp_path, run):

@@ -311,6 +311,18 @@ def test_the_runtime_directory_follows_the_usual_precedence(tmp_path):
     assert VARIABLE_TO_NAME["ENGINE_DIR"] == VARIABLE_TO_NAME["ENGINE_ADMIN__DIR"] == "admin.dir"
 
 
+def test_of_several_sets_the_last_one_counts_and_only_that(tmp_path: Path) -> None:
+    sets = ["num_pages=900", "limits.drain_s=5s", "num_pages=none", " num_pages = 800", "limits.drain_s=7s"]
+    resolved = resolve_config(None, flags={}, sets=sets, environ={})
+    assert (resolved.config.num_pages, resolved.config.limits.drain_s) == (800, 7.0)
+    assert resolved.origins["num_pages"] == "--set num_pages"
+    with pytest.raises(ConfigProblems) as caught:
+        resolve_config(None, flags={}, sets=[*sets, "num_pages", "num_pages=many"], environ={})
+    assert len(caught.value.problems) == 2, caught.value.problems
+    flag = resolve_config(None, flags={"device": "cpu"}, sets=["device=sim", "device=sim"], environ={})
+    assert flag.config.device == "cpu"
+
+
 @pytest.mark.parametrize("sets", [["checksum_pushes=true"], ["checksum_pushes=false"], []])
 def test_a_flag_is_true_or_false_in_any_place(sets: list[str], tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"

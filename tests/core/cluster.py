@@ -14,7 +14,7 @@ import dataclasses
 import random
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.core.decode import DecodeSide
 from engine.core.effects import DropLink, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
@@ -45,9 +45,9 @@ PAGE_TOKENS, EOS = 4, 1
 NOTHING = memoryview(b"")
 
 
-def sum_blocks(pages: tuple[int, ...], slab: int) -> int:
+def sum_blocks(pages: Sequence[int], slab: int) -> int:
     """Stands for the checksum of what was written there: it tells whether the same blocks were named."""
-    return zlib.crc32(repr((pages, slab)).encode())
+    return zlib.crc32(repr(([*pages], slab)).encode())
 
 
 def token_at(request: int, position: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 
 import pytest
@@ -133,6 +134,18 @@ def test_a_cancelled_prompt_ends_its_epoch_when_nothing_of_it_is_in_flight(phase
     ended = [] if phase is PrefillPhase.ORPHANED else [EpochEnded(1, EPOCH)]
     assert told(side.take_outbox(), ToPeer) == ended
     assert side.arena.pages.num_free == 8 and not side.prompts
+
+
+def test_a_prefill_rank_without_a_tokenizer_refuses_grammars_and_nothing_else() -> None:
+    side = PrefillSide(dataclasses.replace(sizes(), why_no_grammar="tokenizer.json is gone"))
+    side.on_link_up(LINK, PeerWelcome(1, 1, 1, "x", 16, 2), 0)
+    ids = memoryview(array("i", [2, 3]).tobytes())
+    side.on_head(StartPrefill(1, 1, 1, 0, Sampling(grammar='start: "a"'), 0), ids, 0)
+    side.on_head(StartPrefill(2, 1, 1, 0, Sampling(), 0), ids, 0)
+    (refusal,) = told(side.take_outbox(), ToHead)
+    assert isinstance(refusal, RequestFailed) and (refusal.request, refusal.code) == (1, "bad_request")
+    assert refusal.message == "no text can follow a grammar here: tokenizer.json is gone" and not refusal.retryable
+    assert list(side.prompts) == [(2, 1)]
 
 
 # ---------------------------------------------------------------- decode

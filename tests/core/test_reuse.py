@@ -14,6 +14,7 @@ from engine.core.prefill import PrefillSide
 from engine.core.schedule import SideSizes, StepLimits
 from transport.messages import (
     Abort,
+    ForgetPrompts,
     GrantRevoked,
     Message,
     PagesGranted,
@@ -234,6 +235,28 @@ def test_pages_are_given_up_for_a_prompt_least_used_first_and_only_as_many_as_it
     assert rank.prefix[3] == 3
     assert rank.serve([*words(1, 3 * T), 1])[0] == 0, "the oldest that nobody went on from"
     assert rank.serve([*words(0, 3 * T), 1, 2])[0] == 3 * T + 1
+
+
+def test_a_cache_is_emptied_but_for_what_prompts_use() -> None:
+    rank = Rank(num_slabs=12)
+    shared = words(1, 5 * T)
+    for seed in range(2, 6):  # a tree with forks, branch cuts and cuts inside pages
+        rank.serve([*shared, *words(seed, 3 + seed)])
+    used = [*shared, *words(2, 5)]
+    number = rank.start([*used, *words(9, 10)])
+    cut = rank.side.prompts[(number, 1)].cached
+    assert cut == len(used) and rank.side.gauges().pages_pinned == 7
+    rank.side.on_head(ForgetPrompts(), memoryview(b""), 1)
+    rank.take()
+    gauges = rank.side.gauges()
+    assert (gauges.pages_cached, gauges.pages_pinned, gauges.slabs_cached) == (7, 7, 1)
+    while rank.step():
+        rank.push()
+    assert rank.said[-1].cached_tokens == cut, "the prompt under way keeps what it goes on from"
+    rank.side.on_head(ForgetPrompts(), memoryview(b""), 2)
+    rank.take()
+    assert rank.side.gauges().pages_free == 64 and rank.side.gauges().slabs_cached == 0
+    assert rank.serve(used)[0] == 0 and rank.serve([*used, 1])[0] == len(used)
 
 
 def test_a_prompt_that_only_fits_without_what_it_could_go_on_from_takes_its_room() -> None:

@@ -71,6 +71,11 @@ def test_turns_have_the_texts_that_they_have_without_a_cache(
         assert turns[0].cached == 0
     check_cached(talks[warm])
     assert len(talks[warm].turns[-1].prompt) > 350
+    if not sampling:
+        done = engine("cache", "reset", "--yes", "--dir", warm.directory)
+        assert done.returncode == 0 and "1 prefill ranks give up" in done.stdout, done.stderr
+        turns = [talk.say(place, "And now?", cache_salt=name) for place, talk in talks.items()]
+        assert turns[0].ids == turns[1].ids and turns[1].cached == 0
     # Another salt shares nothing, though it says the same.
     stranger = begin(name)
     assert stranger.say(warm, WORDS[0], cache_salt="x" + name, **sampling).cached == 0

@@ -80,6 +80,7 @@ def make_acts(**changes: Any) -> Acts:
         rebalance=_nothing,
         drain=lambda message, user: m.ActDone(f"drained {message.ranks} for {user}"),
         cancel=lambda message, user: m.ActDone(f"cancelled {message.requests} for {user}"),
+        reset=lambda message, user: m.ActDone(f"reset for {user}"),
     )
     return dataclasses.replace(acts, **changes)
 

@@ -43,6 +43,7 @@ CHANGES = [
     (m.SetDrain((3, 1, 2), True, "there", "fans"), "admin.drain", "ranks 1-3"),
     (m.SetDrain((3,), False, "there", ""), "admin.undrain", "ranks 3"),
     (m.CancelRequests((7, 8), "there", "stuck"), "admin.cancel", "requests 7,8"),
+    (m.ResetCache("there", "cold"), "admin.reset_cache", "prefix caches"),
     (m.Shutdown(1500, "upgrade"), "admin.shutdown", "engine within 1.5 s"),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.latency import LatencyCounts
+from engine.core.stages import StageTimes
 from engine.faces.metrics import absence_text, metrics_text
 from engine.version import VERSION
 from tests.faces.experts_samples import make_part, make_past, make_status, make_traffic
@@ -20,6 +21,7 @@ from transport.messages import (
     ExpertsReport,
     PartReport,
     PrefixCounts,
+    RequestEnds,
 )
 
 NAMES = {
@@ -46,6 +48,20 @@ NAMES = {
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("counter", ("model_name", "engine", "position")),
     "vllm:time_to_first_token_seconds": ("histogram", ("model_name", "engine")),
     "vllm:inter_token_latency_seconds": ("histogram", ("model_name", "engine")),
+    "vllm:kv_cache_usage_perc": ("gauge", ("model_name", "engine")),
+    "engine:kv_pages_used_ratio": ("gauge", ("pool",)),
+    "vllm:request_success": ("counter", ("model_name", "engine", "finished_reason")),
+    **{
+        f"vllm:{name}_seconds": ("histogram", ("model_name", "engine"))
+        for name in (
+            "e2e_request_latency",
+            "request_queue_time",
+            "request_inference_time",
+            "request_prefill_time",
+            "request_decode_time",
+            "request_time_per_output_token",
+        )
+    },
     "engine:pd_handoff_seconds": ("histogram", ()),
     "engine:requests_accepted": ("counter", ()),
     "engine:requests": ("counter", ("result",)),
@@ -81,7 +97,7 @@ def text_of(*parts: PartReport, **status: object) -> str:
 
 ORDER = (
     "version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "position",
-    "kind", "le",
+    "kind", "finished_reason", "le",
 )  # fmt: skip
 
 
@@ -183,6 +199,44 @@ def test_latencies_are_histograms_in_seconds() -> None:
     assert buckets["+Inf"] == found[f"{name}_count", *labels] == 32
     assert found[f"{name}_sum", *labels] == pytest.approx(30 * 0.02 + 2 * LATENCY_BOUNDS_US[-1] / 1e6, rel=0.12)
     assert found["vllm:time_to_first_token_seconds_count", *labels] == found["engine:pd_handoff_seconds_sum",] == 0
+
+
+VLLM_BOUNDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0, float("inf"),
+)  # fmt: skip
+
+
+def test_requests_have_all_of_vllms_buckets_and_exact_sums() -> None:
+    stages, labels = StageTimes(), ("nano", "0")
+    stages.note(10.0, 250_000, 11.25, 13.25, 5)
+    stages.note(10.0, 50_000, 10.1, 200.1, 1)
+    traffic = make_traffic(times=stages.told(), ends=RequestEnds(stop=4, length=3, abort=2, error=1))
+    found = samples(metrics_text(make_status(), ExpertsReport(()), traffic, NOW))
+    for name, seconds in {
+        "e2e_request_latency": (3.25, 190.1), "request_queue_time": (0.25, 0.05),
+        "request_inference_time": (3.0, 190.05), "request_prefill_time": (1.0, 0.05),
+        "request_decode_time": (2.0, 190.0),
+    }.items():  # fmt: skip
+        buckets = {float(key[3]): value for key, value in found.items() if key[0] == f"vllm:{name}_seconds_bucket"}
+        assert buckets == {bound: sum(value <= bound for value in seconds) for bound in buckets}, name
+        assert buckets.keys() > set(VLLM_BOUNDS)
+        assert found[f"vllm:{name}_seconds_sum", *labels] == pytest.approx(sum(seconds), abs=2e-6)
+        assert found[f"vllm:{name}_seconds_count", *labels] == 2
+    assert found["vllm:request_time_per_output_token_seconds_sum", *labels] == pytest.approx(0.5)
+    assert found["vllm:request_time_per_output_token_seconds_count", *labels] == 2
+    reasons = [found["vllm:request_success_total", *labels, reason] for reason in ("stop", "length", "abort", "error")]
+    assert reasons == [4, 3, 2, 1]
+
+
+def test_the_cache_in_use_is_that_of_the_decode_ranks_and_spare_pages_are_free() -> None:
+    ranks = [make_rank(0, "prefill", "ready"), make_rank(1, "decode", "ready"), make_rank(2, "decode", "ready")]
+    for at, total, free, cached, pinned in ((0, 100, 20, 60, 10), (1, 100, 40, 0, 0), (2, 300, 260, 0, 0)):
+        pages = {"pages_total": total, "pages_free": free, "pages_cached": cached, "pages_pinned": pinned}
+        ranks[at] = msgspec.structs.replace(ranks[at], snapshot=msgspec.structs.replace(ranks[at].snapshot, **pages))
+    found = samples(text_of(ranks=tuple(ranks)))
+    assert found["vllm:kv_cache_usage_perc", "nano", "0"] == found["engine:kv_pages_used_ratio", "decode"] == 0.25
+    assert found["engine:kv_pages_used_ratio", "prefill"] == pytest.approx(0.3)
 
 
 def test_drafts_are_counted_over_all_ranks_and_by_place() -> None:

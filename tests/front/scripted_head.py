@@ -42,6 +42,7 @@ class Run:
     said: list[int]
     writer: asyncio.StreamWriter
     cancelled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    is_complete: bool = False
     is_over: bool = False
 
 
@@ -185,6 +186,7 @@ class ScriptedHead:
         elif isinstance(message, messages.CancelRequest):
             run = self._open.get((writer, message.request))
             if run is not None:
+                run.is_complete = message.is_complete
                 run.cancelled.set()
                 self.fail(run, "cancelled", retryable=False)
         elif isinstance(message, messages.Submit):

@@ -119,6 +119,7 @@ def test_a_stop_string_across_tokens_is_never_shown_and_the_rest_is_cancelled():
                 rig.head.say((one, ids_of(piece)))
             answer = await client.answer()
             await one.cancelled.wait()
+            assert one.is_complete
             rig.head.auto = ids_of("go ST and STOP not this")
             whole_answer = (await rig.post(TEXT_PATH, TEXT | {"stop": "STOP"})).json
         assert answer.text() == "go ST and " and answer.events[-1] == "[DONE]"

@@ -113,6 +113,12 @@ def test_the_official_client_is_content(running):
     assert running.get("/ready")[0] == 200
     metrics = running.get("/metrics")[1].decode()
     assert 'engine:http_requests_total{code="499",route="chat"} 1.0' in metrics and "engine:up 1.0" in metrics
+    ends = {reason: int(float(count)) for reason, count in re.findall(
+        r'vllm:request_success_total\{engine="0",finished_reason="(\w+)",model_name="nano"\} (\S+)', metrics
+    )}  # fmt: skip
+    assert ends.keys() == {"stop", "length", "abort", "error"} and ends["stop"] and ends["length"] and ends["abort"]
+    whole = re.search(r'vllm:e2e_request_latency_seconds_count\{engine="0",model_name="nano"\} (\S+)', metrics)
+    assert whole is not None and float(whole[1]) == ends["stop"] + ends["length"] and not ends["error"]
     assert "first-key" not in running.log
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import HttpConfig
 from tests.front.rig import ids_of, run, running_front, served
 from tests.front.scripted_head import rank_status, status_report
 
@@ -162,9 +163,20 @@ def test_keys_are_asked_for_everywhere_but_where_it_is_health():
                 answer = await rig.post(CHAT_PATH, CHAT, Authorization=header)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
                 assert b"secret" not in answer.body and answer.headers["www-authenticate"] == "Bearer"
-            assert (await rig.get("/v1/models")).status == 401
+            assert (await rig.get("/v1/models")).status == (await rig.get("/metrics")).status == 401
             assert (await rig.post(CHAT_PATH, CHAT, Authorization="Bearer secret-2")).status == 200
             assert (await rig.get("/health")).status == (await rig.get("/ready")).status == 200
+
+    run(main)
+
+
+def test_metrics_can_be_open_to_scrapers_without_a_key():
+    async def main():
+        async with running_front(keys=(b"secret-1",), http=HttpConfig(metrics_need_key=False)) as rig:
+            assert (await rig.get("/metrics")).status == (await rig.get("/metrics?x=1")).status == 200
+            assert (await rig.get("/metrics", "POST")).status == 405
+            for path in ("/v1/models", "/metrics/", "//metrics", "/version"):
+                assert (await rig.get(path)).status == 401, path
 
     run(main)
 

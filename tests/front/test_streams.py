@@ -160,6 +160,7 @@ def test_a_hang_up_behind_a_request_that_was_sent_ahead(monkeypatch):
             client.writer.write_eof()
             async with asyncio.timeout(5):
                 await one.cancelled.wait()
+            assert not one.is_complete
 
     run(main)
 

@@ -59,7 +59,7 @@ def time_case(case: Case, *, repeats: int = 10, samples: int = 15) -> dict[str, 
         del first
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            for i in range(3):
+            for i in range(repeats):
                 case.run(i)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(MODULES))
     parser.add_argument("--match", default="", help="only cases whose name has this")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeats", type=int, default=10, help="calls in a graph")
+    parser.add_argument("--samples", type=int, default=15, help="replays that are timed; 1 only fills Triton's cache")
     options = parser.parse_args(argv)
     results = []
     for name in options.only.split(","):
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in module.cases():
             if options.match not in case.name:
                 continue
-            result = time_case(case)
+            result = time_case(case, repeats=options.repeats, samples=options.samples)
             results.append({"module": name, **result})
             shown = result.get("error") or (
                 f"{result['us']:9.1f} us  bound {result['bound_us']:8.1f}  {result['share_of_bound']:5.2f}  "

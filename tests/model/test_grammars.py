@@ -263,6 +263,21 @@ def test_no_text_stands_for_a_named_token() -> None:
     grammars.close()
 
 
+def test_why_a_model_has_no_grammars_is_said_before_a_step_needs_one(tmp_path: Path) -> None:
+    good = Grammars(NANO, CODEC.vocab_size, CODEC.eos_id)
+    assert good.find_fault() == ""
+    good.close()
+    with pytest.raises(DeviceError, match="no tokenizer is read any more"):
+        good.find_fault()
+    path = tmp_path / "tokenizer.json"
+    for text in (None, "{", "{}", '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {}}}'):
+        if text is not None:
+            path.write_text(text)
+        bad = Grammars(tmp_path, CODEC.vocab_size, CODEC.eos_id)
+        assert bad.find_fault().startswith(f"{path}: grammars need the model's tokenizer (")
+        bad.close()
+
+
 def test_what_stays_compiled_is_bounded() -> None:
     grammars = Grammars(NANO, CODEC.vocab_size, CODEC.eos_id)
     first = grammars.foresee('start: "0"')

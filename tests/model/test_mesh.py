@@ -377,6 +377,18 @@ def test_a_peer_that_ends_after_its_frame_does_not_break_this_exchange_but_the_n
     far.close()
 
 
+def test_an_expired_limit_is_for_good() -> None:
+    """What comes too late must not be taken for the answer of a later exchange, and the others must feel it."""
+    mesh, far = open_pair(limit_s=0.05)
+    with pytest.raises(MeshBroken) as caught:
+        mesh.exchange((3, 0, 1, 1), {1: [b"x"]})
+    assert caught.value.overdue and caught.value.place == 1
+    with pytest.raises(LocalProtocolError, match="closed"):
+        mesh.start((3, 0, 1, 2), {1: [b"x"]})
+    assert far.recv(100) and far.recv(100) == b"", "the other end does not feel it"
+    far.close()
+
+
 def test_a_listener_replaces_a_dead_ones_file_and_no_other(tmp_path: Path) -> None:
     address = str(tmp_path / "mesh")
     dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

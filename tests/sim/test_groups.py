@@ -73,6 +73,22 @@ def test_auto_moves_experts_beside_requests_and_loses_less_to_skew() -> None:
     assert after < 0.95 * before
 
 
+@pytest.mark.slow
+def test_moves_of_a_wide_group_make_no_step_much_longer_and_take_the_skew_away() -> None:
+    """The first seconds of the study in docs/simulation.md: 32 ranks, 60 layers of 384 experts; thousands move."""
+    study = load_scenario("skew", 1)
+    outcome = check(play(dataclasses.replace(study, load=dataclasses.replace(study.load, arrive_s=8.0))))
+    meters = outcome.groups["decode group 0"]
+    assert count(outcome, "applied") >= 1 and count(outcome, "failed") == 0
+    assert count(outcome, "moved_slots_total") > 2000
+    assert meters.copying_s.count >= 20
+    assert meters.copying_s.percentile(0.99) <= 1.2 * meters.step_s.percentile(0.99)
+    per_step = {second: lost_us / steps for second, (steps, lost_us) in meters.lost_by_second.items()}
+    assert per_step[6] < 0.5 * per_step[3]
+    assert outcome.experts is not None
+    assert all(past.took_ms < 1000 for part in outcome.experts.parts for past in part.history)
+
+
 def test_two_operators_at_once_do_one_thing_and_the_other_is_refused() -> None:
     acts = Operators(users=2, per_s=8.0, from_s=1.0, until_s=4.0, acts=("apply",))
     outcome = check(play(dataclasses.replace(calm(link_bytes_per_s=5e7), operators=acts)))

@@ -173,7 +173,7 @@ def test_a_blob_outlives_the_readers_buffer() -> None:
 
 def test_bytes_on_the_wire_are_the_ones_documented() -> None:
     message = messages.CancelRequest(300)
-    assert b"".join(encode_frame(message)) == bytes.fromhex("04000000 00000000 0400 01 00 91cd012c")
+    assert b"".join(encode_frame(message)) == bytes.fromhex("05000000 00000000 0400 01 00 92cd012cc2")
 
 
 # ---------------------------------------------------------------- refusals

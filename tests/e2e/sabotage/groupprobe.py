@@ -3,16 +3,12 @@
 It changes nothing. Every awaited step of the group is a record of `steps-<rank>-<generation>.bin` (see `STEP`). With
 "ask" in GROUP_PROBE, when a file `ask-<n>` appears, `told-<n>-<rank>-<generation>.json` says, of each part, which
 expert each slot holds and a digest of its bytes, and how many (row, expert) pairs were computed here in each layer.
-
-With "draft-loads" in GROUP_PROBE it does change something: the drafter, which no step runs yet, is said to have had the
-loads of the layers of the main model that it is built like. That is the one way to have its experts planned for.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
-import dataclasses
 import hashlib
 import json
 import os
@@ -108,21 +104,7 @@ def patches(place, given):
 
         module.SlotPool.__init__, module.SlotPool.check_pairs = begin_probed, check_pairs
 
-    def patch_loads(module):
-        read = module.TorchExpertSlots.read_loads
-
-        def read_loads(self):
-            loads = read(self)
-            if loads is None or len(loads) < 2 or "draft-loads" not in probe.wanted:
-                return loads
-            main, draft = loads
-            like = main.counts[: draft.counts.shape[0], : draft.counts.shape[1]].copy()
-            return main, dataclasses.replace(draft, counts=like, pairs=int(like.sum()), expert_us=main.expert_us)
-
-        module.TorchExpertSlots.read_loads = read_loads
-
     return {
         "engine.core.experts": patch_experts,
         "engine.model.slots": patch_pools,
-        "engine.model.expert_slots": patch_loads,
     }

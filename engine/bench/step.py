@@ -1,0 +1,231 @@
+"""Step: the device time of decode and verify steps of a model at full size, with dummy weights and made-up contexts.
+
+Runs on a CUDA device, alone (`python -m engine.bench.step`, which needs no event loop and no configuration) or as
+`engine bench forward --device cuda`. A step is the target's forward, captured as one graph; sampling beyond the
+likeliest token, drafting, the exchange between ranks and all work of the host are left out. What is said beside each
+time makes it comparable: experts touched, bytes touched, kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.bench.cases import DeviceCase, gather_cases
+from engine.bench.check import Finding, check_ops, describe_findings
+from engine.bench.profile import profile_step
+from engine.bench.record import SCHEMA, describe_machine, find_commit, write_record
+from engine.bench.rig import FORMATS, StepBench, StepOptions
+from engine.bench.routing import ROUTINGS
+from engine.errors import ConfigError
+from engine.model.graph import StepGraph
+from engine.version import VERSION
+
+COPY_BYTES_PER_S = 4.3e12
+"""Read and write of a large copy on an H200; the bound that steps are compared with."""
+
+
+def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
+    """Captures and times one case; the entry of a record."""
+    options = bench.options
+    step = bench.open(case)
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    graph = StepGraph(step)
+    torch.cuda.synchronize()
+    capture_s = time.perf_counter() - began
+    outputs = graph.replay()
+    logits, touched = outputs.logits.clone(), bench.touched(step, outputs)
+    samples = [time_replays(graph, options.iters) for _ in range(options.samples)]
+    eager = step.run().logits
+    median_us = statistics.median(samples)
+    moved = bench.count_bytes(case, touched)
+    bound_us = moved["total"] / COPY_BYTES_PER_S * 1e6
+    run: dict[str, Any] = {
+        "case": case.name,
+        "requests": case.requests,
+        "rows": case.rows,
+        "length": case.length,
+        "median_us": median_us,
+        "spread_pct": (max(samples) - min(samples)) / median_us * 100,
+        "samples_us": samples,
+        "bound_us": bound_us,
+        "share_of_bound": bound_us / median_us,
+        "bytes": moved,
+        "experts_touched": {"mean": statistics.fmean(touched), "per_layer": touched},
+        "graph_equals_eager": bool(torch.equal(logits, eager)),
+        "graph_vs_eager": float((logits - eager).norm() / eager.norm()),
+        "finite": bool(logits.isfinite().all()),
+        "distinct_tokens": len(outputs.greedy.unique()),
+        "capture_s": capture_s,
+        "memory_bytes": {
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "arena": bench.records.num_bytes,
+            "slots": bench.weights.slots.slot_bytes * len(bench.weights.slots.up),
+        },
+    }
+    try:
+        run["nodes"] = dataclasses.asdict(graph.count_nodes())
+        if options.profile:
+            run["profile"] = dataclasses.asdict(profile_step(step.run, graph.replay))
+    except Exception as error:
+        # What the time is made of; without it, the time still counts.
+        traceback.print_exc()
+        run["profile_error"] = "".join(traceback.format_exception_only(error)).strip()[:400]
+    return run
+
+
+def time_replays(graph: StepGraph, iters: int) -> float:
+    """Microseconds of a step, over so many one after another."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    for _ in range(iters):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / iters
+
+
+def measure_steps(options: StepOptions, arguments: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
+    """All cases; one that fails leaves its error and the others' figures.
+
+    Args:
+        arguments: of the command line, for the record.
+        tell: gets lines of progress.
+
+    Returns:
+        A record, see `record.py`.
+
+    Raises:
+        ConfigError: there is no CUDA device, or the model can not be had.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("no CUDA device; without one, engine bench forward measures the CPU")
+    began = time.perf_counter()
+    bench = StepBench(options, torch.device("cuda"))
+    torch.cuda.synchronize()
+    tell(
+        f"{options.model}: {len(bench.weights.slots.up)} experts, {torch.cuda.memory_allocated() / 1e9:.1f} GB on"
+        f" {torch.cuda.get_device_name()}, filled in {time.perf_counter() - began:.1f} s"
+    )
+    runs = []
+    for case in options.cases:
+        try:
+            run = measure_case(bench, case)
+        except Exception as error:
+            # A broken case must not cost the others their device time.
+            traceback.print_exc()
+            text = "".join(traceback.format_exception_only(error)).strip()
+            run = {"case": case.name, "error": text[:400]}
+        runs.append(run)
+        tell(describe_run(run))
+    return {
+        "schema": SCHEMA,
+        "bench": "step",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {**describe_machine(), "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda},
+        "engine": VERSION,
+        "commit": find_commit(),
+        "command": shlex.join(arguments),
+        "device": "cuda",
+        "settings": dataclasses.asdict(options),
+        "bound_bytes_per_s": COPY_BYTES_PER_S,
+        "runs": runs,
+    }
+
+
+def check_steps(options: StepOptions, tell: Callable[[str], None], device: torch.device) -> bool:
+    """Runs each case once with operations that compare themselves; whether all are right."""
+    bench = StepBench(options, device)
+    fine = True
+    for case in options.cases:
+        findings: dict[str, Finding] = {}
+        step = bench.open(case)
+        outputs = step.run_with(check_ops(bench.ops, bench.arena, findings))
+        tell(f"{case.name}: logits {'finite' if bool(outputs.logits.isfinite().all()) else 'WRONG, not finite'}")
+        for line in describe_findings(findings):
+            tell("  " + line)
+        fine = fine and all(finding.is_fine(name) for name, finding in findings.items())
+    return fine
+
+
+def describe_run(run: dict[str, Any]) -> str:
+    """A run for people, in a few lines."""
+    if "error" in run:
+        return f"{run['case']}: {run['error']}"
+    nodes, moved = run.get("nodes", dict.fromkeys(("kernels", "copies", "fills", "others"), "?")), run["bytes"]
+    lines = [
+        f"{run['case']}: {run['requests']} x {run['rows']} rows at {run['length']}: {run['median_us'] / 1e3:.3f} ms"
+        f" (spread {run['spread_pct']:.1f} %), {run['share_of_bound']:.2f} of {run['bound_us'] / 1e3:.3f} ms",
+        f"  {run['experts_touched']['mean']:.1f} experts a layer; {moved['total'] / 1e9:.2f} GB: experts"
+        f" {moved['experts'] / 1e9:.2f}, dense {moved['dense'] / 1e9:.2f}, records {moved['records'] / 1e9:.2f}",
+        f"  {nodes['kernels']} kernels, {nodes['copies']} copies, {nodes['fills']} fills, {nodes['others']} others;"
+        f" {run['distinct_tokens']} distinct tokens; {run['memory_bytes']['peak'] / 1e9:.1f} GB at most",
+    ]
+    if not run["finite"]:
+        lines.append("  WRONG: logits are not finite")
+    if not run["graph_equals_eager"]:
+        lines.append(f"  WRONG: graph and eager run differ, {run['graph_vs_eager']:.1e} relative")
+    if "profile_error" in run:
+        lines.append(f"  no profile: {run['profile_error']}")
+    if "profile" in run:
+        profile = run["profile"]
+        parts = [f"{name} {us:.0f} us ({count})" for name, (us, count) in profile["groups"].items() if count]
+        lines.append("  " + ", ".join(parts))
+        idle = run["median_us"] - profile["busy_us"]
+        lines.append(f"  kernels {profile['busy_us']:.0f} us in all, {idle:.0f} us between them")
+        if not profile["matched"]:
+            lines.append("  groups follow kernels' names: the eager run launched others")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The measurement without the engine's command line. Exit code 1 if a case failed, 2 for what can not be had."""
+    parser = argparse.ArgumentParser(prog="python -m engine.bench.step", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="v4-flash", help="v4-flash, a config.json, or a folder with one")
+    parser.add_argument("--case", action="append", default=[], help="NAME=[N*]Q[@K][:D]; may be repeated")
+    parser.add_argument("--shapes", type=Path, help="JSON file of cases")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--routing", choices=ROUTINGS, default="real")
+    parser.add_argument("--as-rank-of", type=int, default=1, dest="ranks")
+    parser.add_argument("--records", choices=FORMATS, default="fp8")
+    parser.add_argument("--branches", action="store_true", help="independent parts of a layer side by side")
+    parser.add_argument("--layers", type=int, help="only the first ones")
+    parser.add_argument("--check", action="store_true", help="compare each operation with its plain form; no timing")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-profile", action="store_false", dest="profile")
+    parser.add_argument("--output-json", type=Path)
+    given = vars(parser.parse_args(argv))
+    output, is_check = given.pop("output_json"), given.pop("check")
+    try:
+        cases = gather_cases(given.pop("case"), given.pop("shapes"))
+        asked = StepOptions(cases=tuple(cases), **given)
+        if is_check:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return int(not check_steps(asked, lambda line: print(line, flush=True), device))
+        command = ["python", "-m", "engine.bench.step", *(sys.argv[1:] if argv is None else argv)]
+        record = measure_steps(asked, command, lambda line: print(line, flush=True))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if output is not None:
+        write_record(record, str(output))
+    return int(any("error" in run for run in record["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Runs: unit numbers (pages, slabs) in order, kept as runs of neighbours.
+
+So what is done to the pages of a long prompt costs by the run and not by the page. An arena hands out as few runs as it
+can: a request has one as a rule, whatever its length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Runs(Sequence[int]):
+    """Immutable. Equal to any sequence of the same numbers.
+
+    Args:
+        ranges: not empty, of step 1, each taken as it is.
+    """
+
+    __slots__ = ("_length", "ranges")
+
+    def __init__(self, ranges: tuple[range, ...] = ()) -> None:
+        self.ranges = ranges
+        self._length = len(ranges[0]) if len(ranges) == 1 else sum(map(len, ranges))
+
+    @classmethod
+    def of(cls, units: Iterable[int]) -> Runs:
+        """The same numbers in the same order; `units` itself where it is made of runs."""
+        if isinstance(units, Runs):
+            return units
+        if isinstance(units, tuple) and len(units) == 1:
+            return cls((range(units[0], units[0] + 1),))
+        ranges: list[range] = []
+        for unit in units:
+            if ranges and ranges[-1].stop == unit:
+                ranges[-1] = range(ranges[-1].start, unit + 1)
+            else:
+                ranges.append(range(unit, unit + 1))
+        return cls(tuple(ranges))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Runs: ...
+    def __getitem__(self, at: int | slice) -> int | Runs:
+        if isinstance(at, slice):
+            first, end, step = at.indices(self._length)
+            if step != 1:
+                raise ValueError(f"runs are cut by step 1, not {step}")
+            return self._cut(first, end)
+        left = at + self._length if at < 0 else at
+        for run in self.ranges if left >= 0 else ():
+            if left < len(run):
+                return run[left]
+            left -= len(run)
+        raise IndexError(f"place {at} of {self._length} units")
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self.ranges)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Runs) and self.ranges == other.ranges:
+            return True
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Runs.of({[*self]})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """For `np.asarray`, which would else ask for one number after the other."""
+        return self.to_array(np.int64 if dtype is None else dtype)
+
+    def to_array(self, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+        """A new array of the numbers."""
+        if len(self.ranges) == 1:
+            return np.arange(self.ranges[0].start, self.ranges[0].stop, dtype=dtype)
+        lengths = np.array([len(run) for run in self.ranges], np.int64)
+        shifts = np.array([run.start for run in self.ranges], np.int64) - (lengths.cumsum() - lengths)
+        return (np.arange(self._length) + shifts.repeat(lengths)).astype(dtype)
+
+    def _cut(self, first: int, end: int) -> Runs:
+        if first == 0 and end == self._length:
+            return self
+        if len(self.ranges) == 1:
+            part = self.ranges[0][first:end]
+            return Runs((part,)) if part else NO_UNITS
+        ranges = []
+        for run in self.ranges:
+            part = run[max(first, 0) : max(end, 0)]
+            if part:
+                ranges.append(part)
+            first, end = first - len(run), end - len(run)
+        return Runs(tuple(ranges))
+
+
+NO_UNITS = Runs()

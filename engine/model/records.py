@@ -1,0 +1,173 @@
+"""Records: where every byte of a sequence's state lies in an arena on a device, as the kernels read it.
+
+The same parts as in `kv.py` (pages with the entries and index keys of every layer, contiguous across layers; slabs with
+window rings and rings of raw compressor rows), but records are fp8 by default and lie in *planes*: the data of all
+records of one kind in a block, then their scales, each a multiple of 128 bytes, so that 16-byte loads and bulk copies
+work everywhere. The arena is one tensor: the run of pages, then the run of slabs. Every layer's planes are made once,
+with offsets from the arena's start, and handed to kernels as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.model.kv import PLANE_ALIGN, SPARE_ROWS, plan_layout
+from engine.model.shapes import ModelShape
+from kernels.forms import SCALE_CHANNELS, Plane, RawRing, RecordFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRecords:
+    """What one layer reads and writes in the arena.
+
+    Attributes:
+        window: its window ring, in slabs.
+        entries: compressed entries in pages, its own or its source's; None for a layer that sees its window only.
+        keys: index keys in pages; None where nothing is selected.
+        entry_ring: raw rows that its entries are pooled from; None where it makes none.
+        key_ring: raw rows that its index keys are pooled from; None where it makes none, or projects them.
+    """
+
+    window: Plane
+    entries: Plane | None
+    keys: Plane | None
+    entry_ring: RawRing | None
+    key_ring: RawRing | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """The layout of one arena.
+
+    Attributes:
+        format: of entries, keys and window records; raw rows are float32.
+        page_tokens: tokens in a page.
+        page_bytes, slab_bytes: sizes of the blocks.
+        num_pages, num_slabs: lengths of the two runs.
+        layers: of the target.
+        stages: window rings of the layers or stages that draft.
+    """
+
+    format: RecordFormat
+    page_tokens: int
+    page_bytes: int
+    slab_bytes: int
+    num_pages: int
+    num_slabs: int
+    layers: tuple[LayerRecords, ...]
+    stages: tuple[Plane, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arena."""
+        return self.num_pages * self.page_bytes + self.num_slabs * self.slab_bytes
+
+    def make_arena(self, device: torch.device) -> Tensor:
+        """uint8[num_bytes]; what is in it is undefined."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+
+@dataclasses.dataclass
+class _Cursor:
+    """Places parts in a block, one after the other."""
+
+    start: int
+    stride: int = 0
+    offset: int = 0
+
+    def take(self, num_bytes: int) -> int:
+        """Bytes from the arena's start to a part of so many bytes in block 0."""
+        at = self.start + self.offset
+        self.offset = _align(self.offset + num_bytes)
+        return at
+
+
+def plan_records(
+    shape: ModelShape, *, page_tokens: int, num_pages: int, num_slabs: int, format: RecordFormat = "fp8"
+) -> Records:
+    """Lay out an arena.
+
+    Args:
+        shape: the model.
+        page_tokens: tokens in a page.
+        num_pages, num_slabs: sizes of the two runs.
+        format: of entries, keys and window records.
+
+    Raises:
+        ConfigError: `page_tokens` is not a multiple of every compression ratio, or a record can not have the format.
+    """
+    pools = {(pool.layer, pool.kind): pool for pool in plan_layout(shape, page_tokens).pools}
+    entry = _record(shape.head_dim, shape.rope_dim, format)
+    key = _record(shape.index_dim, 0, format)
+    # Twice: strides are known once all parts of a block are placed.
+    strides = (0, 0)
+    for _ in range(2):
+        pages, slabs = _Cursor(0, strides[0]), _Cursor(num_pages * strides[0], strides[1])
+        planes: dict[tuple[int, str], Plane] = {}
+        for kind, record, sources in (("entry", entry, shape.kv_sources), ("key", key, shape.key_sources)):
+            for layer in sources:
+                rows = page_tokens // shape.layer_roles[layer].ratio
+                planes[layer, kind] = _place(record, rows, pages)
+        num_windows = shape.num_layers + shape.num_draft_layers
+        windows = [_place(entry, shape.window + SPARE_ROWS, slabs) for _ in range(num_windows)]
+        rings = {
+            name: RawRing(slabs.take(pool.ring * pool.width * 4), slabs.stride, pool.ring, pool.width)
+            for name, pool in pools.items()
+        }
+        strides = (max(pages.offset, PLANE_ALIGN), slabs.offset)
+    layers = []
+    for role in shape.layer_roles:
+        source = role.index if role.kv_source is None else role.kv_source
+        selects = role.ratio > 0 and not role.attends_to_all
+        layers.append(
+            LayerRecords(
+                window=windows[role.index],
+                entries=planes[source, "entry"] if role.ratio else None,
+                keys=planes[source, "key"] if selects else None,
+                entry_ring=rings.get((role.index, "entry")),
+                key_ring=rings.get((role.index, "key")),
+            )
+        )
+    return Records(
+        format=format,
+        page_tokens=page_tokens,
+        page_bytes=strides[0],
+        slab_bytes=strides[1],
+        num_pages=num_pages,
+        num_slabs=num_slabs,
+        layers=tuple(layers),
+        stages=tuple(windows[shape.num_layers :]),
+    )
+
+
+def _record(width: int, rope: int, format: RecordFormat) -> Plane:
+    """A record, not placed."""
+    if format != "fp8":
+        data_bytes, scale_bytes = width * (4 if format == "fp32" else 2), 0
+    elif rope == 0:
+        data_bytes, scale_bytes = width, 4
+    else:
+        still = width - rope
+        if still % SCALE_CHANNELS:
+            raise ConfigError(
+                f"fp8 records need a multiple of {SCALE_CHANNELS} channels that are not rotated, found {still}; use "
+                "bf16 records"
+            )
+        data_bytes, scale_bytes = still + 2 * rope, _align(still // SCALE_CHANNELS, 8)
+    if data_bytes % 16:
+        raise ConfigError(f"{format} records of {width} channels must be a multiple of 16 bytes, found {data_bytes}")
+    return Plane(0, 0, 0, 0, width, rope, format, data_bytes, scale_bytes)
+
+
+def _place(record: Plane, rows: int, cursor: _Cursor) -> Plane:
+    data = cursor.take(rows * record.data_bytes)
+    scale = cursor.take(rows * record.scale_bytes)
+    return dataclasses.replace(record, data=data, scale=scale, stride=cursor.stride, rows=rows)
+
+
+def _align(value: int, unit: int = PLANE_ALIGN) -> int:
+    return -(-value // unit) * unit

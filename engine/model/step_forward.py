@@ -1,0 +1,282 @@
+"""StepForward: one decode or verify step of the target on a device, composed of the operations of `kernels`.
+
+All inputs are static buffers that the host fills before a step; what a step reads of the arena, and how far, its
+kernels find by these buffers alone. So the same sequence of launches serves every step of a size, and a graph can hold
+it (`graph.py`). In each layer rows first write what later rows may read, then attend: drafts of a sequence see each
+other as the decode steps would have.
+
+With peers (expert parallelism measured on one rank), the mixture computes its local experts for the own rows and for
+static rows that stand for those of the other ranks; only the own rows' results go on. They are a part of the sum, as
+before an exchange brings the peers' parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.model.ops import Ops
+from engine.model.records import Records
+from engine.model.shapes import LayerRole, ModelShape
+from engine.model.step_weights import LayerWeights, StepWeights
+from kernels.forms import Pooling, StepRows
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSize:
+    """How many rows a step has: `sequences` times `span`, and pages in a row of the page table."""
+
+    sequences: int
+    span: int
+    pages: int
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.sequences * self.span
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """What a step gives. In a graph every replay writes the same memory.
+
+    Attributes:
+        logits: float32[rows, vocab].
+        greedy: int64[rows], the likeliest tokens; the lowest id among equals.
+        ids: per layer int32[rows, k], the experts that the rows chose; -1 in rows of padding.
+    """
+
+    logits: Tensor
+    greedy: Tensor
+    ids: tuple[Tensor, ...]
+
+
+class PeerRows:
+    """Rows of the mixture that came from other ranks, and room for the own ones before them.
+
+    Attributes:
+        x: A[all rows, hidden], own rows first.
+        ids: int32[layers, all rows, k].
+        weights: float32[layers, all rows, k].
+    """
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Takes the tensors; own rows have anything in them."""
+        self.x = x
+        self.ids = ids
+        self.weights = weights
+
+    def join(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The own rows of a layer, in front of the peers'."""
+        rows = len(x)
+        # One launch: all are copied as int32.
+        targets = [self.x[:rows].view(torch.int32), self.ids[layer, :rows], self.weights[layer, :rows]]
+        sources = [x.view(torch.int32), ids, weights]
+        torch._foreach_copy_([target.view(torch.int32) for target in targets], [s.view(torch.int32) for s in sources])
+        return self.x, self.ids[layer], self.weights[layer]
+
+
+class _Branch:
+    """Work beside the main line of a step, on a stream of its own, from `start` to `join`; where it is off, in line.
+
+    What is allocated on the branch is used again only there, after a later `start`, which waits for the main line; so
+    no memory changes hands too early.
+    """
+
+    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+        self._stream = torch.cuda.Stream(device) if is_on else None
+        self._has_work = False
+
+    def start(self, call: Callable[[], Tensor]) -> Tensor:
+        """The result may be read after `join`; what `call` reads must be kept until then."""
+        if self._stream is None:
+            return call()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._has_work = True
+        with torch.cuda.stream(self._stream):
+            return call()
+
+    def join(self) -> None:
+        """The main line waits for the branch, if anything was started there: a graph knows no other work of it."""
+        if self._stream is not None and self._has_work:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._has_work = False
+
+
+class StepForward:
+    """The target's step of one size. Not thread-safe; owns its input buffers.
+
+    Attributes:
+        tokens: int32[rows], input.
+        rows: positions, slabs and page tables, input.
+        arena: the state of sequences, written by every step.
+        peers: rows of other ranks, or None.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: StepWeights,
+        records: Records,
+        arena: Tensor,
+        ops: Ops,
+        size: StepSize,
+        *,
+        fixed_ids: Tensor | None = None,
+        peers: PeerRows | None = None,
+        branches: bool = False,
+    ) -> None:
+        """Allocates the buffers.
+
+        Args:
+            shape: a V4 model.
+            weights: borrowed.
+            records: layout of the arena.
+            arena: uint8[records.num_bytes], borrowed; written by every step.
+            ops: implementation of the operations.
+            size: of the step.
+            fixed_ids: int32[layers, rows, k], experts that the rows get instead of those that the router would choose,
+                with the router's weights.
+            peers: rows of other ranks.
+            branches: run what does not depend on each other side by side; on a CUDA device only.
+        """
+        device = arena.device
+        self.shape = shape
+        self.size = size
+        self._ops = ops
+        self._weights = weights
+        self.arena = arena
+        self._fixed_ids = fixed_ids
+        self._branch = _Branch(device, is_on=branches)
+        self.peers = peers
+        self.tokens = torch.zeros(size.rows, dtype=torch.int32, device=device)
+        self.rows = StepRows(
+            positions=torch.full((size.rows,), -1, dtype=torch.int32, device=device),
+            slabs=torch.zeros(size.sequences, dtype=torch.int32, device=device),
+            tables=torch.zeros((size.sequences, size.pages), dtype=torch.int32, device=device),
+            span=size.span,
+        )
+        self._layers = [
+            _Layer(shape, role, weight, records, index)
+            for index, (role, weight) in enumerate(zip(shape.layer_roles, weights.layers, strict=True))
+        ]
+
+    @torch.inference_mode()
+    def run(self) -> StepOutputs:
+        """Enqueue a step: reads the inputs, writes the arena."""
+        ops, weights = self._ops, self._weights
+        valid = self.rows.positions >= 0
+        chosen = []
+        entered = weights.embed.index_select(0, self.tokens)
+        streams = entered.unsqueeze(1).expand(-1, self.shape.num_streams, -1).contiguous()
+        output = post = combination = None
+        for layer in self._layers:
+            streams, x, post, combination, _ = ops.connect(
+                streams, output, post, combination, layer.weights.enter_attention
+            )
+            output = self._attention(layer, x)
+            streams, x, post, combination, _ = ops.connect(
+                streams, output, post, combination, layer.weights.enter_mixture
+            )
+            output, ids = self._mixture(layer, x, valid)
+            chosen.append(ids)
+        _, hidden = ops.collapse_head(streams, output, post, combination, weights.collapse)
+        logits = ops.linear(hidden, weights.head, torch.float32)
+        return StepOutputs(logits, logits.argmax(-1), tuple(chosen))
+
+    def run_with(self, ops: Ops) -> StepOutputs:
+        """`run`, once, with other operations: such as compare or count."""
+        own, self._ops = self._ops, ops
+        try:
+            return self.run()
+        finally:
+            self._ops = own
+
+    def _attention(self, layer: _Layer, x: Tensor) -> Tensor:
+        """A[rows, hidden] from the normed input."""
+        ops, weights, shape, rows, arena = self._ops, layer.weights, self.shape, self.rows, self.arena
+        turns = self._weights.long_turns if layer.role.ratio else self._weights.plain_turns
+        side = None
+        if weights.project_side is not None:
+            side = self._branch.start(partial(ops.linear, x, weights.project_side, torch.float32))
+        wide = ops.linear(x, weights.project_in)
+        self._branch.join()
+        compressions = []
+        end = 0
+        for pooling in layer.poolings:
+            assert side is not None
+            compressions.append((side[:, end : end + pooling.ring.width], pooling))
+            end += pooling.ring.width
+        low = ops.enter_attention(
+            wide, weights.query_norm, weights.window_norm, shape.norm_eps, x.dtype,
+            turns, rows, arena, layer.window, compressions,
+        )  # fmt: skip
+        query, index_query = self._queries(layer, ops.linear(low, weights.project_query), turns)
+        selected = None
+        if index_query is not None:
+            assert side is not None
+            share = side[:, end:] * self._weights.share_scale
+            selected = ops.select_entries(
+                index_query, share, layer.role.ratio, shape.index_topk, rows, arena, layer.keys
+            )
+        mixed = ops.attend(
+            query, weights.sink, turns, rows, arena, layer.window, shape.window,
+            layer.entries, layer.role.ratio, selected,
+        )  # fmt: skip
+        return ops.linear(ops.grouped_linear(mixed.flatten(1), weights.out_groups, shape.o_groups), weights.out)
+
+    def _queries(self, layer: _Layer, heads: Tensor, turns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rotated queries: A[rows, heads, head_dim], and A[rows, index heads, index_dim] where entries are selected."""
+        ops, shape, positions = self._ops, self.shape, self.rows.positions
+        sizes, index_sizes = (shape.num_heads, shape.head_dim), (shape.index_heads, shape.index_dim)
+        eps = shape.norm_eps if shape.norms_query else None
+        if layer.keys is None:
+            return ops.prepare_queries(heads.unflatten(1, sizes), positions, turns, eps), None
+        query, index_query = ops.prepare_both(heads, sizes, index_sizes, positions, turns, eps)
+        return query, index_query
+
+    def _mixture(self, layer: _Layer, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """A[rows, hidden] from the normed input: the shared expert and those experts that are here. And all choices."""
+        ops, weights, shape = self._ops, layer.weights, self.shape
+        shared = self._branch.start(partial(self._shared_expert, layer, x))
+        logits = ops.linear(x, weights.gate, torch.float32)
+        ids, shares = ops.route(logits, weights.bias, self._hashed(layer), shape.top_k, shape.routed_scale, valid)
+        rows = (x, ids, shares) if self.peers is None else self.peers.join(layer.number, x, ids, shares)
+        self._branch.join()
+        return ops.mix_experts(*rows, weights.expert_to_slot, self._weights.slots, shape.clamp, shared), ids
+
+    def _shared_expert(self, layer: _Layer, x: Tensor) -> Tensor:
+        inner = self._ops.gated_linear(x, layer.weights.shared_up, self.shape.clamp)
+        output: Tensor = self._ops.linear(inner, layer.weights.shared_down)
+        return output
+
+    def _hashed(self, layer: _Layer) -> Tensor | None:
+        if self._fixed_ids is not None:
+            return self._fixed_ids[layer.number]
+        table = layer.weights.hashed
+        return None if table is None else table.index_select(0, self.tokens)
+
+
+class _Layer:
+    """A layer's weights, and its places in the arena."""
+
+    def __init__(self, shape: ModelShape, role: LayerRole, weights: LayerWeights, records: Records, number: int):
+        here = records.layers[number]
+        self.number = number
+        self.role = role
+        self.weights = weights
+        self.window = here.window
+        self.entries = here.entries
+        self.keys = here.keys
+        self.poolings = [
+            Pooling(role.ratio, role.overlaps, pool.bias, pool.norm, shape.norm_eps, ring, target)
+            for pool, ring, target in (
+                (weights.entry_pool, here.entry_ring, here.entries),
+                (weights.key_pool, here.key_ring, here.keys),
+            )
+            if pool is not None and ring is not None and target is not None
+        ]
