@@ -19,6 +19,7 @@ are dropped once they were sent; the requester keeps them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
@@ -384,11 +385,14 @@ class Router:
         started = entry.started
         if started is None:
             raise RemoteProtocolError(f"request {message.request} finished without a start")
-        if entry.client is not None:
-            self.tokens.flush()
+        client, request = entry.client, entry.submit.request
+        if client is not None:
             self._traffic.note_finish(message)
-            entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
+            del client.request_to_number[request]
+            entry.client = None
+            word = msgspec.structs.replace(message, request=request)
+            self.tokens.behind(functools.partial(client.tell, word))
         self._remove(entry)
 
     def _failed(self, rank: int, message: RequestFailed) -> None:
@@ -639,7 +643,7 @@ class Router:
             if rank is not None:
                 self._release(entry, rank)
         del self._entries[entry.number]
-        self._rows.close(entry.number)
+        self.tokens.behind(functools.partial(self._rows.close, entry.number))  # its last ones pass, where it finished
         if not self._entries:
             self._idle.set()
 
