@@ -151,8 +151,9 @@ class Auditor:
                         self._check_named(life, plan.step, chunk.base.slab, open_page, side.arena)
                     if chunk.keep >= 0:
                         self._check_named(life, plan.step, chunk.keep, (), side.arena)
-                for named in [(row.slab, row.pages) for row in plan.rows]:
-                    self._check_named(life, plan.step, *named, side.arena)
+                roster = plan.columns.roster
+                for slab, pages in zip(roster.slabs.tolist(), roster.pages, strict=True):
+                    self._check_named(life, plan.step, slab, pages, side.arena)
 
     def _check_named(self, life: Life, step: int, slab: int, pages: tuple[int, ...], arena: Arena) -> None:
         if arena.slabs.state_of(slab) is PageState.FREE:

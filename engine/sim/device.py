@@ -294,7 +294,7 @@ class SimDevice:
                 chunks = tuple([self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True)])
             rows: Sequence[int] = () if drawn is None else drawn
             counts = proposed = None
-            if plan.rows and drawn is None:
+            if drawn is None and plan.rows:
                 if is_drafting(plan):
                     rows, counts, proposed = self._run_drafted(plan)
                 elif self._reads_all:
@@ -307,7 +307,7 @@ class SimDevice:
                 ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group,
                 row_counts=counts, row_proposed=proposed,
             )  # fmt: skip
-            if not plan.is_empty:
+            if drawn is not None or not plan.is_empty:
                 self.num_steps += 1
                 self.busy_s += ticket.cost_s
         else:
@@ -434,7 +434,7 @@ class SimDevice:
 
     def _place_rows(self, plan: StepPlan) -> StepPlan:
         """The plan for its costs: rows that only the device can place are where their slabs are by now."""
-        if not plan.rows or not is_drafting(plan):
+        if not is_drafting(plan):
             return plan
         columns = plan.columns
         lengths = np.array([self._read_slab(slab)[1] for slab in columns.roster.slabs.tolist()], np.int64)
