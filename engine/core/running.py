@@ -61,6 +61,8 @@ class Running:
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._fresh: set[int] = set()
         self._num_gone = 0
+        # Sequences here that follow a grammar.
+        self._num_said = 0
         self._lineup: Lineup | None = None
         # Of the present lineup: submitted steps that are not awaited; steps until a row of it is planned to its end.
         self._num_ahead = self._num_left = 0
@@ -88,12 +90,14 @@ class Running:
         self._tables[slot] = 0
         self._tables[slot, : len(sequence.pages)] = sequence.pages
         self._fresh.add(slot)
+        self._num_said += bool(sequence.said)
         self.sequences[sequence.key] = sequence
         self._lineup = None
 
     def leave(self, sequence: Sequence) -> None:
         """It runs no longer. `count` is what it came to, and `steps` the submitted steps that still name its memory."""
         del self.sequences[sequence.key]
+        self._num_said -= bool(sequence.said)
         slot = sequence.slot
         sequence.count = int(self._count[slot])
         sequence.steps = int(self._planned[slot]) - sequence.count
@@ -331,7 +335,7 @@ class Running:
             sampling=sampling,
             tables=self._tables[slots, : max(map(len, pages), default=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
-            said=tuple([each.said for each in sequences]) if any(each.said for each in sequences) else (),
+            said=tuple([each.said for each in sequences]) if self._num_said else (),
         )
         may_stop, least = self._may_stop[slots], self._least[slots]
         return Lineup(
