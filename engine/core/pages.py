@@ -135,8 +135,11 @@ class PagePool:
         """
         units = tuple(units)
         self._mark(units, source, PageState.FREE)
-        for unit in units:
-            self._join(unit)
+        first, end = 0, len(units)
+        for at in range(1, end + 1):
+            if at == end or units[at] != units[at - 1] + 1:
+                self._join(units[first], at - first)
+                first = at
 
     def check(self) -> None:
         """Recounts everything; raises LocalProtocolError at the first difference. Costs O(total)."""
@@ -159,16 +162,16 @@ class PagePool:
     def _mark(self, units: Iterable[int], source: PageState, target: PageState) -> None:
         if (source, target) not in ALLOWED:
             raise LocalProtocolError(f"a {self.what} may not go from {source.name} to {target.name}")
-        units = tuple(units)
+        units, states, total = tuple(units), self._states, self.total
         # Two passes: a refused move must leave nothing half done.
         for unit in units:
-            if not 0 <= unit < self.total or self._states[unit] != source:
-                is_in = PageState(self._states[unit]).name if 0 <= unit < self.total else "outside the arena"
+            if not 0 <= unit < total or states[unit] != source:
+                is_in = PageState(states[unit]).name if 0 <= unit < total else "outside the arena"
                 raise LocalProtocolError(f"{self.what} {unit} is {is_in}, not {source.name}")
         if len(set(units)) != len(units):
             raise LocalProtocolError(f"a {self.what} is named twice in a move to {target.name}")
         for unit in units:
-            self._states[unit] = target
+            states[unit] = target
         self._counts[source] -= len(units)
         self._counts[target] += len(units)
 
@@ -180,18 +183,19 @@ class PagePool:
         else:
             self._run_firsts[index], self._run_lengths[index] = first + count, length - count
 
-    def _join(self, unit: int) -> None:
-        at = bisect.bisect_left(self._run_firsts, unit)
-        before = at > 0 and self._run_firsts[at - 1] + self._run_lengths[at - 1] == unit
-        after = at < len(self._run_firsts) and self._run_firsts[at] == unit + 1
+    def _join(self, first: int, count: int) -> None:
+        """Units [first, first + count) are free, and part of the run that they make with those beside them."""
+        at = bisect.bisect_left(self._run_firsts, first)
+        before = at > 0 and self._run_firsts[at - 1] + self._run_lengths[at - 1] == first
+        after = at < len(self._run_firsts) and self._run_firsts[at] == first + count
         if before and after:
-            self._run_lengths[at - 1] += 1 + self._run_lengths[at]
+            self._run_lengths[at - 1] += count + self._run_lengths[at]
             del self._run_firsts[at], self._run_lengths[at]
         elif before:
-            self._run_lengths[at - 1] += 1
+            self._run_lengths[at - 1] += count
         elif after:
-            self._run_firsts[at] = unit
-            self._run_lengths[at] += 1
+            self._run_firsts[at] = first
+            self._run_lengths[at] += count
         else:
-            self._run_firsts.insert(at, unit)
-            self._run_lengths.insert(at, 1)
+            self._run_firsts.insert(at, first)
+            self._run_lengths.insert(at, count)
