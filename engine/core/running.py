@@ -27,7 +27,7 @@ from engine.core.plan import DecodeRows, Ints, Roster, Scores
 from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
 from engine.core.scores import keep_rows
 from engine.errors import LocalProtocolError
-from transport.messages import FinishReason
+from transport.messages import FinishReason, Sampling
 
 _FIRST_SLOTS = 16
 
@@ -45,6 +45,11 @@ class Running:
         self.drafted = DraftMeter()
         self.sequences: dict[RequestKey, Sequence] = {}
         """In order of arrival."""
+        # By slot and in the same order, of those that are not known to be planned to their end: themselves, and what a
+        # roster says of them, so that a new lineup is made without a look at each.
+        self._open: dict[int, Sequence] = {}
+        self._open_pages: dict[int, tuple[int, ...]] = {}
+        self._open_sampling: dict[int, Sampling] = {}
         self._planned = np.zeros(_FIRST_SLOTS, np.int64)
         self._count = np.zeros(_FIRST_SLOTS, np.int64)
         self._token = np.zeros(_FIRST_SLOTS, np.int64)
@@ -91,7 +96,8 @@ class Running:
         self._tables[slot, : len(sequence.pages)] = sequence.pages
         self._fresh.add(slot)
         self._num_said += bool(sequence.said)
-        self.sequences[sequence.key] = sequence
+        self.sequences[sequence.key] = self._open[slot] = sequence
+        self._open_pages[slot], self._open_sampling[slot] = sequence.pages, sequence.sampling
         self._lineup = None
 
     def leave(self, sequence: Sequence) -> None:
@@ -106,7 +112,7 @@ class Running:
             self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
         self._fresh.discard(slot)
         # As a rule it was planned to its end, and the present lineup is without it already.
-        if self._lineup is not None and sequence in self._lineup.sequences:
+        if self._close(slot):
             self._lineup = None
         if sequence.steps:
             self._num_gone += 1
@@ -315,19 +321,18 @@ class Running:
         return lineup
 
     def _line_up(self, most: int) -> Lineup:
-        everyone = list(self.sequences.values())
-        slots = np.array([sequence.slot for sequence in everyone], np.int64)
+        slots = np.array(list(self._open), np.int64)
         is_open = self._planned[slots] < self._limit[slots]
-        if len(everyone) > most or b"\x00" in is_open.tobytes():
-            first = np.flatnonzero(is_open)[:most]
-            slots, everyone = slots[first], [everyone[row] for row in first.tolist()]
-        sequences = tuple(everyone)
+        if b"\x00" in is_open.tobytes():
+            for slot in slots[~is_open].tolist():
+                self._close(slot)
+            slots = slots[is_open]
+        slots, sequences = slots[:most], tuple(self._open.values())[:most]
         for row in np.flatnonzero(self._least[slots]).tolist():
             sequence, slot = sequences[row], int(slots[row])
-            sequence.sampling = sampling_at(sequence.sampling, int(self._planned[slot]))
+            sequence.sampling = self._open_sampling[slot] = sampling_at(sequence.sampling, int(self._planned[slot]))
             self._least[slot] = sequence.sampling.min_tokens
-        pages = tuple([sequence.pages for sequence in sequences])
-        sampling = tuple([sequence.sampling for sequence in sequences])
+        pages, sampling = tuple(self._open_pages.values())[:most], tuple(self._open_sampling.values())[:most]
         roster = Roster(
             requests=self._request[slots],
             slabs=self._slab[slots],
@@ -349,6 +354,12 @@ class Running:
             minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]),
             unknown=np.full(len(slots), -1, np.int64),
         )
+
+    def _close(self, slot: int) -> bool:
+        """No further step has a row for it, which is final; whether that was not known."""
+        self._open_pages.pop(slot, None)
+        self._open_sampling.pop(slot, None)
+        return self._open.pop(slot, None) is not None
 
     def _grow_slots(self) -> None:
         old = len(self._planned)

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import Protocol
@@ -43,6 +44,7 @@ _PAGE = struct.Struct("<qiiII")
 _SLAB = struct.Struct("<qiiIi")
 """request, ids of history, last token, checksum, padding. As half words: 0-1, 2, 3, 4, 5."""
 QUEUE_LIMIT = 2
+_TEMPERATURE, _MIN_TOKENS = operator.attrgetter("temperature"), operator.attrgetter("min_tokens")
 
 Costs = Callable[[StepPlan], float]
 
@@ -88,8 +90,10 @@ class _Cast:
             self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
             # The same tables as one line, and where each row's begins in it.
             self.flat, self.begins = self.tables.reshape(-1), np.arange(len(sampling)) * self.tables.shape[1]
-        self.mixes: Words = np.array([each.temperature and seed_mix(each) for each in sampling], np.uint32)
-        self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
+        self.mixes: Words = np.zeros(len(sampling), np.uint32)
+        if any(map(_TEMPERATURE, sampling)):
+            self.mixes[:] = [seed_mix(each) for each in sampling]
+        self.masked = [row for row, least in enumerate(map(_MIN_TOKENS, sampling)) if least]
 
 
 class SimDevice:
