@@ -16,8 +16,6 @@ device's to know as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -64,7 +62,7 @@ class Running:
         self._accepted = np.zeros(_FIRST_SLOTS, np.int64)
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
-        self._fresh: set[int] = set()
+        self._fresh: dict[int, Sequence] = {}
         self._num_gone = 0
         # Sequences here that follow a grammar.
         self._num_said = 0
@@ -94,7 +92,7 @@ class Running:
             self._tables = np.pad(self._tables, ((0, 0), (0, more)))
         self._tables[slot] = 0
         self._tables[slot, : len(sequence.pages)] = sequence.pages
-        self._fresh.add(slot)
+        self._fresh[slot] = sequence
         self._num_said += bool(sequence.said)
         self.sequences[sequence.key] = self._open[slot] = sequence
         self._open_pages[slot], self._open_sampling[slot] = sequence.pages, sequence.sampling
@@ -110,7 +108,7 @@ class Running:
         if self._drafts:
             origin = sequence.reserve.prefill_rank, sequence.prefill_generation
             self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
-        self._fresh.discard(slot)
+        self._fresh.pop(slot, None)
         # As a rule it was planned to its end, and the present lineup is without it already.
         if self._close(slot):
             self._lineup = None
@@ -268,7 +266,8 @@ class Running:
             self._num_left = int((self._lineup.limits - self._planned[self._lineup.slots]).min())
             if self._num_left <= 0:
                 self._lineup = None
-        fresh = self._take_fresh([sequences[row] for row in np.flatnonzero(is_live).tolist()]) if self._fresh else []
+        # Who left is not among the fresh any more.
+        fresh = self._take_fresh(sequences) if self._fresh else []
         return NewTokens(
             lineup.roster.requests[is_live],
             lineup.attempts[is_live],
@@ -298,10 +297,11 @@ class Running:
             may_end[row_of[tokens == end]] = True
         return may_end
 
-    def _take_fresh(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+    def _take_fresh(self, sequences: tuple[Sequence, ...]) -> list[Sequence]:
         """Those of them whose first own token has come only now."""
-        fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
-        self._fresh.difference_update([sequence.slot for sequence in fresh])
+        fresh = [sequence for sequence in self._fresh.values() if sequence in sequences]
+        for sequence in fresh:
+            del self._fresh[sequence.slot]
         return fresh
 
     def _count_off(self, sequence: Sequence) -> bool:

@@ -326,7 +326,9 @@ class SimDevice:
             return False
         ticket = self.queue[0]
         plan = ticket.plan
-        return bool(plan.rows) and not plan.chunks and not is_drafting(plan) and self._why_fails(ticket) is None
+        if plan.chunks or not plan.rows or is_drafting(plan) or (self.fail_at_step and self._why_fails(ticket)):
+            return False
+        return self._find_wrong_id(plan.columns.tokens) is None
 
     def _why_fails(self, ticket: SimTicket) -> str | None:
         fails = self.fail_at_step and ticket.step >= self.fail_at_step
@@ -351,13 +353,14 @@ class SimDevice:
             fault = self._find_unkept(plan, chunk) if chunk.keep >= 0 or chunk.base is not None else None
             if fault is not None:
                 return fault
-        if plan.rows:
-            tokens = plan.columns.tokens
-            # Steps behind one with the same rows share a column of tokens that only the device knows.
-            if tokens is not self._sound_tokens:
-                if np.count_nonzero(tokens >= info.vocab_size):
-                    return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
-                self._sound_tokens = tokens
+        return self._find_wrong_id(plan.columns.tokens) if plan.rows else None
+
+    def _find_wrong_id(self, tokens: np.ndarray) -> str | None:
+        # Steps behind one with the same rows share a column of tokens that only the device knows.
+        if tokens is not self._sound_tokens:
+            if np.count_nonzero(tokens >= self.info.vocab_size):
+                return f"token id {tokens.max()} outside the vocabulary of {self.info.vocab_size}"
+            self._sound_tokens = tokens
         return None
 
     def _find_unkept(self, plan: StepPlan, chunk: PrefillChunk) -> str | None:
