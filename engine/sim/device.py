@@ -81,15 +81,12 @@ class Place(Protocol):
 
 
 class _Cast:
-    """What the device keeps of a roster while it stays. `tables` and `slabs` are numbers of the pool's units."""
+    """What the device keeps of a roster while it stays, apart from its tables, which the pool has. `slabs` are numbers
+    of the pool's units."""
 
-    def __init__(self, roster: Roster | None, first_page: int, first_slab: int) -> None:
-        self.roster = roster
+    def __init__(self, roster: Roster | None, slabs: np.ndarray) -> None:
+        self.roster, self.slabs = roster, slabs
         sampling = () if roster is None else roster.sampling
-        if roster is not None:
-            self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
-            # The same tables as one line, and where each row's begins in it.
-            self.flat, self.begins = self.tables.reshape(-1), np.arange(len(sampling)) * self.tables.shape[1]
         self.mixes: Words = np.zeros(len(sampling), np.uint32)
         if any(map(_TEMPERATURE, sampling)):
             self.mixes[:] = [seed_mix(each) for each in sampling]
@@ -154,7 +151,7 @@ class SimDevice:
         assert self._pool.sizes == (num_pages, num_slabs)
         self._first_page, self._first_slab, self._pages_at, self._slabs_at = self._pool.take()
         self._bytes = self._pool.buffer
-        self._cast = _Cast(None, 0, 0)
+        self._cast = _Cast(None, np.zeros(0, np.int64))
         self._sound_tokens: np.ndarray | None = None
         self._free_at = 0.0
         self._why_dead = ""
@@ -486,7 +483,8 @@ class SimDevice:
     def keep_cast(self, roster: Roster) -> _Cast:
         """What it keeps of this roster."""
         if self._cast.roster is not roster:
-            self._cast = _Cast(roster, self._first_page, self._first_slab)
+            self._cast = _Cast(roster, roster.slabs + self._first_slab)
+            self._pool.keep_tables(self._cast.slabs, roster.tables + self._first_page)
         return self._cast
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
@@ -549,13 +547,12 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     requests = _join([rows.roster.requests for _, rows in steps])
     positions = _join([rows.positions for _, rows in steps])
     tokens = _join([rows.tokens for _, rows in steps])
-    page_words, slab_words = first._pool.page_words, first._pool.slab_words
+    page_words, slab_words, tables = first._pool.page_words, first._pool.slab_words, first._pool.tables
     slab_ids = _join([cast.slabs for cast in casts])
     # Ways that take a third of the time: `take` for whole tags, columns to write them, `//` without `divmod`.
     index = positions // first.info.page_tokens
     offset = positions - index * first.info.page_tokens
-    wanted = _join([cast.begins for cast in casts]) + index
-    page_ids = _join([cast.flat.take(wanted[s:e]) for cast, (s, e) in zip(casts, spans, strict=True)])
+    page_ids = tables.reshape(-1).take(slab_ids * tables.shape[1] + index)
     # As words and half words: looks at named fields would take longer than all that is done here.
     slabs, pages = slab_words.take(slab_ids, axis=0), page_words.take(page_ids, axis=0)
     slab_halves, page_halves = slabs.view(np.uint32), pages.view(np.uint32)
@@ -573,10 +570,9 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     is_wrong[begun] |= (index[begun] == 0) & (chain[begun] != 0)
     begun = begun[index[begun] > 0]
     if len(begun):
-        histories = []
-        for at, count in zip(begun.tolist(), index[begun].tolist(), strict=True):
-            step = bisect.bisect_right(bounds, at) - 1
-            histories.append(casts[step].tables[at - bounds[step], :count])
+        histories = [
+            tables[slab, :count] for slab, count in zip(slab_ids[begun].tolist(), index[begun].tolist(), strict=True)
+        ]
         is_wrong[begun] |= _find_broken(page_words, histories, chain[begun], first.info.page_tokens)
     if is_wrong.any():
         at = int(is_wrong.argmax())
