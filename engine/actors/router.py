@@ -164,9 +164,10 @@ class Router:
         return list_requests(self._entries.values(), ask, self._rows.generated, trio.current_time())
 
     async def wait_idle(self) -> None:
-        """Until no request is left, neither waiting nor on a rank."""
+        """Until no request is left, neither waiting nor on a rank, and all that was said of them is told."""
         while self._entries:
             await self._idle.wait()
+        self.tokens.flush()
 
     # ------------------------------------------------------------ clients
 
