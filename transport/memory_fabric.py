@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from transport.background import open_background
-from transport.blocks import RUNS_LIMIT, BlockTable, Indices, count_descriptors, pair_blocks
+from transport.blocks import RUNS_LIMIT, BlockTable, Indices, Int64s, count_descriptors, pair_blocks
 from transport.errors import FabricError
 from transport.fabric import BlockRun, Target, Transfer, TransferReport
 from transport.wire import unpack_struct
@@ -176,6 +176,14 @@ class MemoryTransfer:
         """A note of `MemoryWorld.weigh` for `on_landing`."""
         self.report: TransferReport | None = None
         self.failure: str | None = None
+        self._found: tuple[Int64s, Int64s, Int64s] | None = None
+
+    def find(self, table: BlockTable) -> tuple[Int64s, Int64s, Int64s]:
+        """Addresses in the writer's `table`, addresses in the target's, bytes of each block; looked for once."""
+        if self._found is None:
+            ours, theirs = table.addresses(self.ours), self.target.table.addresses(self.theirs)
+            self._found = ours, theirs, table.sizes(self.ours)
+        return self._found
 
 
 class MemoryFabric:
@@ -314,8 +322,7 @@ class MemoryFabric:
         self._world.landing = transfer
         if self._world.on_landing is not None:
             self._world.on_landing(self.name, peer.name, transfer.theirs.tolist())
-        source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
-        sizes = self._table.sizes(transfer.ours)
+        source, target, sizes = transfer.find(self._table)
         for write in zip(target.tolist(), source.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(*write)
         if flip_at is not None:
@@ -329,8 +336,7 @@ class MemoryFabric:
         self._running.pop(transfer, None)
         if failure is None:
             assert self._table is not None
-            sizes = self._table.sizes(transfer.ours)
-            ours, theirs = self._table.addresses(transfer.ours), transfer.target.table.addresses(transfer.theirs)
+            ours, theirs, sizes = transfer.find(self._table)
             transfer.report = TransferReport(
                 num_bytes=transfer.num_bytes,
                 num_descriptors=count_descriptors(ours, theirs, sizes),
