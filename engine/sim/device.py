@@ -558,7 +558,8 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slab_halves, page_halves = slabs.view(np.uint32), pages.view(np.uint32)
     chain, last = slab_halves[:, 4], slab_halves[:, 3]
     begun = np.flatnonzero(offset == 0)
-    pages[begun, 0], pages[begun, 1] = 0, index[begun]
+    page_words[:, 0][page_ids[begun]] = 0
+    pages[begun, 1] = index[begun]
     page_halves[begun, 4] = page_halves[begun, 5] = chain[begun]
     is_wrong = (
         (pages[:, 1] != (index | offset << 32))
@@ -590,7 +591,7 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slab_halves[:, 2] += 1
     slab_halves[:, 3] = drawn
     for words, units, tags in ((page_words, page_ids, pages), (slab_words, slab_ids, slabs)):
-        for column in range(3):
+        for column in (1, 2):  # the first is what it was
             words[:, column][units] = tags[:, column]
     told = drawn.astype(np.int32).data
     return [told[start:end] for start, end in spans]
