@@ -2,7 +2,8 @@
 
 The Router is a table with methods, not a task: clients' connections and ranks' links call it with what they received,
 it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came. Only
-tokens stay for a turn of the loop (see `forward`), and nothing that is said of their request overtakes them.
+tokens, and the word of an end that comes with them, stay for a turn of the loop (see `forward`), and nothing that is
+said of their request overtakes them.
 
 A request's life here:
 
