@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
@@ -94,6 +94,7 @@ class MemoryWorld:
         bytes_per_s: of one sender's wire; its transfers take their turns. None is infinitely fast.
         faults: may be replaced while the world runs.
         extra_rng: the source of `extra`, which may be replaced as well.
+        sleep_until: how to wait for an instant of trio's clock.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class MemoryWorld:
         bytes_per_s: float | None = None,
         faults: Faults = Faults(),
         extra_rng: random.Random | None = None,
+        sleep_until: Callable[[float], Awaitable[None]] = trio.sleep_until,
     ) -> None:
         self.faults = faults
         self.extra = ExtraFaults()
@@ -118,6 +120,7 @@ class MemoryWorld:
         self._extra_rng = extra_rng or random.Random(0)
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
+        self._sleep_until = sleep_until
         self._lives: dict[str, MemoryFabric] = {}
         self._num_lives = 0
 
@@ -310,9 +313,9 @@ class MemoryFabric:
             self._copy(transfer)
 
     async def _sleep_until(self, when: float) -> None:
-        await trio.sleep_until(when)
+        await self._world._sleep_until(when)
         if self.stopped_until > trio.current_time():
-            await trio.sleep_until(self.stopped_until)
+            await self._world._sleep_until(self.stopped_until)
 
     def _copy(self, transfer: MemoryTransfer, flip_at: float | None = None) -> None:
         peer = self._world._lives.get(transfer.target.name)
