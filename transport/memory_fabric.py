@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from transport.background import open_background
-from transport.blocks import RUNS_LIMIT, BlockTable, Indices, count_descriptors, pair_blocks
+from transport.blocks import RUNS_LIMIT, BlockTable, Indices, Int64s, count_descriptors, pair_blocks
 from transport.errors import FabricError
 from transport.fabric import BlockRun, Target, Transfer, TransferReport
 from transport.wire import unpack_struct
@@ -94,6 +94,7 @@ class MemoryWorld:
         bytes_per_s: of one sender's wire; its transfers take their turns. None is infinitely fast.
         faults: may be replaced while the world runs.
         extra_rng: the source of `extra`, which may be replaced as well.
+        sleep_until: how to wait for an instant of trio's clock.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class MemoryWorld:
         bytes_per_s: float | None = None,
         faults: Faults = Faults(),
         extra_rng: random.Random | None = None,
+        sleep_until: Callable[[float], Awaitable[None]] = trio.sleep_until,
     ) -> None:
         self.faults = faults
         self.extra = ExtraFaults()
@@ -118,6 +120,7 @@ class MemoryWorld:
         self._extra_rng = extra_rng or random.Random(0)
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
+        self._sleep_until = sleep_until
         self._lives: dict[str, MemoryFabric] = {}
         self._num_lives = 0
 
@@ -176,6 +179,14 @@ class MemoryTransfer:
         """A note of `MemoryWorld.weigh` for `on_landing`."""
         self.report: TransferReport | None = None
         self.failure: str | None = None
+        self._found: tuple[Int64s, Int64s, Int64s] | None = None
+
+    def find(self, table: BlockTable) -> tuple[Int64s, Int64s, Int64s]:
+        """Addresses in the writer's `table`, addresses in the target's, bytes of each block; looked for once."""
+        if self._found is None:
+            ours, theirs = table.addresses(self.ours), self.target.table.addresses(self.theirs)
+            self._found = ours, theirs, table.sizes(self.ours)
+        return self._found
 
 
 class MemoryFabric:
@@ -302,9 +313,9 @@ class MemoryFabric:
             self._copy(transfer)
 
     async def _sleep_until(self, when: float) -> None:
-        await trio.sleep_until(when)
+        await self._world._sleep_until(when)
         if self.stopped_until > trio.current_time():
-            await trio.sleep_until(self.stopped_until)
+            await self._world._sleep_until(self.stopped_until)
 
     def _copy(self, transfer: MemoryTransfer, flip_at: float | None = None) -> None:
         peer = self._world._lives.get(transfer.target.name)
@@ -314,8 +325,7 @@ class MemoryFabric:
         self._world.landing = transfer
         if self._world.on_landing is not None:
             self._world.on_landing(self.name, peer.name, transfer.theirs.tolist())
-        source, target = self._table.addresses(transfer.ours), peer._table.addresses(transfer.theirs)
-        sizes = self._table.sizes(transfer.ours)
+        source, target, sizes = transfer.find(self._table)
         for write in zip(target.tolist(), source.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(*write)
         if flip_at is not None:
@@ -329,8 +339,7 @@ class MemoryFabric:
         self._running.pop(transfer, None)
         if failure is None:
             assert self._table is not None
-            sizes = self._table.sizes(transfer.ours)
-            ours, theirs = self._table.addresses(transfer.ours), transfer.target.table.addresses(transfer.theirs)
+            ours, theirs, sizes = transfer.find(self._table)
             transfer.report = TransferReport(
                 num_bytes=transfer.num_bytes,
                 num_descriptors=count_descriptors(ours, theirs, sizes),

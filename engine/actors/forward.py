@@ -25,7 +25,8 @@ Tokens = tuple[TokensEmitted, bytes | memoryview]
 class Forwarder:
     """Gathers frames of tokens while `run` runs; without it each goes on at once.
 
-    Whoever is about to say anything of a request that must not overtake its tokens calls `flush` before.
+    Whoever is about to say anything of a request that must not overtake its tokens has it said `behind` them, or calls
+    `flush` before.
 
     Args:
         forward: takes one frame with the rows of several; raises RemoteProtocolError for one that can not be.
@@ -35,6 +36,7 @@ class Forwarder:
     def __init__(self, forward: Callable[[TokensEmitted, bytes | memoryview], None], fault: Callable[[int, str], None]):
         self._forward, self._fault = forward, fault
         self._waiting: dict[int, Tokens] = {}
+        self._behind: list[Callable[[], None]] = []
         self._num_bytes = 0
         self._is_running = False
         self._news = trio.lowlevel.ParkingLot()
@@ -57,11 +59,25 @@ class Forwarder:
         self._waiting[rank] = message, blob
         self._num_bytes += len(blob)
 
+    def behind(self, call: Callable[[], None]) -> None:
+        """Calls it once all that is here has gone on: at once where nothing is. So what ends with a turn's tokens does
+        not cut that turn's frame in two."""
+        if self._waiting:
+            self._behind.append(call)
+        else:
+            call()
+
     def flush(self) -> None:
         """Lets go on what is here."""
         if not self._waiting:
             return
         waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        behind, self._behind = self._behind, []
+        self._let_go(waiting)
+        for call in behind:
+            call()
+
+    def _let_go(self, waiting: dict[int, Tokens]) -> None:
         frames = list(waiting.values())
         if len(frames) > 1:
             try:

@@ -177,7 +177,7 @@ class Inbox:
     def take(self) -> list[Fact]:
         """All facts, in order of arrival."""
         facts, self._facts = self._facts, []
-        if self._room:
+        if len(facts) >= self._capacity:  # else nobody waits for room
             self._room.unpark_all()
         return facts
 

@@ -2,7 +2,8 @@
 
 The Router is a table with methods, not a task: clients' connections and ranks' links call it with what they received,
 it answers by posting frames, and no method waits. So every event is applied whole, in the order in which it came. Only
-tokens stay for a turn of the loop (see `forward`), and nothing that is said of their request overtakes them.
+tokens, and the word of an end that comes with them, stay for a turn of the loop (see `forward`), and nothing that is
+said of their request overtakes them.
 
 A request's life here:
 
@@ -19,6 +20,7 @@ are dropped once they were sent; the requester keeps them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
@@ -164,9 +166,10 @@ class Router:
         return list_requests(self._entries.values(), ask, self._rows.generated, trio.current_time())
 
     async def wait_idle(self) -> None:
-        """Until no request is left, neither waiting nor on a rank."""
+        """Until no request is left, neither waiting nor on a rank, and all that was said of them is told."""
         while self._entries:
             await self._idle.wait()
+        self.tokens.flush()
 
     # ------------------------------------------------------------ clients
 
@@ -390,12 +393,15 @@ class Router:
         started = entry.started
         if started is None:
             raise RemoteProtocolError(f"request {message.request} finished without a start")
-        if entry.client is not None:
-            self.tokens.flush()
+        client, request = entry.client, entry.submit.request
+        if client is not None:
             self._traffic.note_finish(message)
             self._note_stages(entry, trio.current_time(), message.completion_tokens)
-            entry.client.tell(msgspec.structs.replace(message, request=entry.submit.request))
             self._log_finish(entry, started, message)
+            del client.request_to_number[request]
+            entry.client = None
+            word = msgspec.structs.replace(message, request=request)
+            self.tokens.behind(functools.partial(client.tell, word))
         self._remove(entry)
 
     def _note_stages(self, entry: Entry, ended_at: float, num_tokens: int) -> None:
@@ -663,7 +669,7 @@ class Router:
             if rank is not None:
                 self._release(entry, rank)
         del self._entries[entry.number]
-        self._rows.close(entry.number)
+        self.tokens.behind(functools.partial(self._rows.close, entry.number))  # its last ones pass, where it finished
         if not self._entries:
             self._idle.set()
 

@@ -175,13 +175,20 @@ class StepLoop:
 
     async def run_waiter(self) -> None:
         """Awaits submitted steps in order, and takes a turn with each result; ends with the device. Raises as `run`."""
+        ticket: Ticket | None = None
         while not self._is_over:
-            ticket = await self._tickets.wait()
+            if ticket is None:
+                ticket = await self._tickets.wait()
             try:
-                result = await _wait_step(self._device, ticket, self._inbox)
+                result = await self._device.wait(ticket)
+            except GroupBroken as error:
+                # It runs again in the next membership; the device bounds the wait for that.
+                self._inbox.put(GroupLost(error))
+                continue
             except DeviceError as error:
                 self._inbox.put(DeviceFailed(error))
                 return
+            ticket = None
             self._inbox.add(StepDone(result))
             self._turn()
             if self._is_over or not self._submitted_us:
@@ -245,15 +252,6 @@ class StepLoop:
     def _set_alarm(self) -> None:
         deadline_us = self._side.next_deadline_us
         self._inbox.set_alarm(math.inf if deadline_us is None else deadline_us / 1e6 + 1e-6)
-
-
-async def _wait_step(device: Device, ticket: Ticket, inbox: Inbox) -> StepResult:
-    """A step of a group that loses a member runs again in the next membership; the device bounds the wait for that."""
-    while True:
-        try:
-            return await device.wait(ticket)
-        except GroupBroken as error:
-            inbox.put(GroupLost(error))
 
 
 def _settle_group(group: Lockstep, side: Side, head: FrameStream) -> None:

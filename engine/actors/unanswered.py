@@ -18,7 +18,7 @@ from transport.wire import Frame
 if TYPE_CHECKING:
     from engine.actors.client import Row
 
-LINE_IDS = 64
+LINE_IDS = 256
 """Ids that wait for a look at their row; then they go to it anyway."""
 
 Longs = npt.NDArray[np.int64]

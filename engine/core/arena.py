@@ -68,7 +68,9 @@ class Arena:
         held_slabs: set[int] = set()
         num_held = 0
         for pages, slab, state, more, more_state in holdings:
-            parts = [(self.pages, held_pages, pages, state), (self.pages, held_pages, more, more_state)]
+            parts = [(self.pages, held_pages, pages, state)]
+            if more:
+                parts.append((self.pages, held_pages, more, more_state))
             if slab >= 0:
                 parts.append((self.slabs, held_slabs, (slab,), state))
             for pool, held, units, wanted in parts:

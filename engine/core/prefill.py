@@ -12,6 +12,8 @@ from __future__ import annotations
 from array import array
 from typing import Literal
 
+import numpy as np
+
 from engine.core.arena import Arena
 from engine.core.effects import DropLink, Effect, StartPush, ToHead, ToPeer
 from engine.core.handoff import PREFILL, Action, PrefillEvent, PrefillPhase
@@ -321,9 +323,9 @@ class PrefillSide:
         if count_pages(num_ids, sizes.step.page_tokens) > sizes.num_pages:
             return "too_long", f"{num_ids} ids do not fit on rank {sizes.rank} ({sizes.num_pages} pages)"
         # Unsigned, so that one comparison finds negative ids too: an id outside the table would take the device down.
-        ids = array("I", bytes(blob))
-        if max(ids) >= sizes.vocab_size:
-            return "bad_request", f"token id {max(ids)} is outside the vocabulary ({sizes.vocab_size} ids)"
+        most = int(np.frombuffer(blob, "<u4").max())
+        if most >= sizes.vocab_size:
+            return "bad_request", f"token id {most} is outside the vocabulary ({sizes.vocab_size} ids)"
         return None
 
     def _on_grant(self, link: int, peer: PeerWelcome, message: PagesGranted, blob: memoryview) -> None:

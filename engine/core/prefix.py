@@ -272,7 +272,7 @@ class PrefixTree:
                 (len(place.digests) == whole - first, "has other digests"),
                 (place.slab >= 0 or len(place.children) > 1, "is a fork of one path"),
                 (place.slab >= 0 or not place.pins, "is pinned, and no cut"),
-                (all(self._page_to_place.get(each) is place for each in place.digests), "is not found by its pages"),
+                ({*map(self._page_to_place.get, place.digests)} <= {place}, "is not found by its pages"),
                 (place.slab < 0 or self._tails[place.end].get(place.tail) is place, "is not found by its ids"),
             )
             wrong = [what for holds, what in rules if not holds]

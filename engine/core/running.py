@@ -16,8 +16,6 @@ device's to know as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -25,9 +23,10 @@ from engine.core.drafted import DraftMeter
 from engine.core.lineup import Brought, Lineup, NewTokens
 from engine.core.plan import DecodeRows, Ints, Roster, Scores
 from engine.core.request import RequestKey, Sequence, judge_token, sampling_at
+from engine.core.runs import Runs
 from engine.core.scores import keep_rows
 from engine.errors import LocalProtocolError
-from transport.messages import FinishReason
+from transport.messages import FinishReason, Sampling
 
 _FIRST_SLOTS = 16
 
@@ -45,6 +44,11 @@ class Running:
         self.drafted = DraftMeter()
         self.sequences: dict[RequestKey, Sequence] = {}
         """In order of arrival."""
+        # By slot and in the same order, of those that are not known to be planned to their end: themselves, and what a
+        # roster says of them, so that a new lineup is made without a look at each.
+        self._open: dict[int, Sequence] = {}
+        self._open_pages: dict[int, Runs] = {}
+        self._open_sampling: dict[int, Sampling] = {}
         self._planned = np.zeros(_FIRST_SLOTS, np.int64)
         self._count = np.zeros(_FIRST_SLOTS, np.int64)
         self._token = np.zeros(_FIRST_SLOTS, np.int64)
@@ -60,8 +64,10 @@ class Running:
         self._tables = np.zeros((_FIRST_SLOTS, 1), np.int64)
         self._width = np.zeros(_FIRST_SLOTS, np.int64)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
-        self._fresh: set[int] = set()
+        self._fresh: dict[int, Sequence] = {}
         self._num_gone = 0
+        # Sequences here that follow a grammar.
+        self._num_said = 0
         self._lineup: Lineup | None = None
         # Of the present lineup: submitted steps that are not awaited; steps until a row of it is planned to its end.
         self._num_ahead = self._num_left = 0
@@ -89,22 +95,25 @@ class Running:
             self._tables = np.pad(self._tables, ((0, 0), (0, more)))
         self._tables[slot] = 0
         self._tables[slot, :width] = sequence.pages.to_array()
-        self._fresh.add(slot)
-        self.sequences[sequence.key] = sequence
+        self._fresh[slot] = sequence
+        self._num_said += bool(sequence.said)
+        self.sequences[sequence.key] = self._open[slot] = sequence
+        self._open_pages[slot], self._open_sampling[slot] = sequence.pages, sequence.sampling
         self._lineup = None
 
     def leave(self, sequence: Sequence) -> None:
         """It runs no longer. `count` is what it came to, and `steps` the submitted steps that still name its memory."""
         del self.sequences[sequence.key]
+        self._num_said -= bool(sequence.said)
         slot = sequence.slot
         sequence.count = int(self._count[slot])
         sequence.steps = int(self._planned[slot]) - sequence.count
         if self._drafts:
             origin = sequence.reserve.prefill_rank, sequence.prefill_generation
             self.drafted.add_request(*origin, int(self._proposed[slot]), int(self._accepted[slot]))
-        self._fresh.discard(slot)
+        self._fresh.pop(slot, None)
         # As a rule it was planned to its end, and the present lineup is without it already.
-        if self._lineup is not None and sequence in self._lineup.sequences:
+        if self._close(slot):
             self._lineup = None
         if sequence.steps:
             self._num_gone += 1
@@ -260,7 +269,8 @@ class Running:
             self._num_left = int((self._lineup.limits - self._planned[self._lineup.slots]).min())
             if self._num_left <= 0:
                 self._lineup = None
-        fresh = self._take_fresh([sequences[row] for row in np.flatnonzero(is_live).tolist()]) if self._fresh else []
+        # Who left is not among the fresh any more.
+        fresh = self._take_fresh(sequences) if self._fresh else []
         return NewTokens(
             lineup.roster.requests[is_live],
             lineup.attempts[is_live],
@@ -290,10 +300,11 @@ class Running:
             may_end[row_of[tokens == end]] = True
         return may_end
 
-    def _take_fresh(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+    def _take_fresh(self, sequences: tuple[Sequence, ...]) -> list[Sequence]:
         """Those of them whose first own token has come only now."""
-        fresh = [sequence for sequence in sequences if sequence.slot in self._fresh]
-        self._fresh.difference_update([sequence.slot for sequence in fresh])
+        fresh = [sequence for sequence in self._fresh.values() if sequence in sequences]
+        for sequence in fresh:
+            del self._fresh[sequence.slot]
         return fresh
 
     def _count_off(self, sequence: Sequence) -> bool:
@@ -313,19 +324,18 @@ class Running:
         return lineup
 
     def _line_up(self, most: int) -> Lineup:
-        everyone = list(self.sequences.values())
-        slots = np.array([sequence.slot for sequence in everyone], np.int64)
+        slots = np.array(list(self._open), np.int64)
         is_open = self._planned[slots] < self._limit[slots]
-        if len(everyone) > most or b"\x00" in is_open.tobytes():
-            first = np.flatnonzero(is_open)[:most]
-            slots, everyone = slots[first], [everyone[row] for row in first.tolist()]
-        sequences = tuple(everyone)
+        if b"\x00" in is_open.tobytes():
+            for slot in slots[~is_open].tolist():
+                self._close(slot)
+            slots = slots[is_open]
+        slots, sequences = slots[:most], tuple(self._open.values())[:most]
         for row in np.flatnonzero(self._least[slots]).tolist():
             sequence, slot = sequences[row], int(slots[row])
-            sequence.sampling = sampling_at(sequence.sampling, int(self._planned[slot]))
+            sequence.sampling = self._open_sampling[slot] = sampling_at(sequence.sampling, int(self._planned[slot]))
             self._least[slot] = sequence.sampling.min_tokens
-        pages = tuple([sequence.pages for sequence in sequences])
-        sampling = tuple([sequence.sampling for sequence in sequences])
+        pages, sampling = tuple(self._open_pages.values())[:most], tuple(self._open_sampling.values())[:most]
         roster = Roster(
             requests=self._request[slots],
             slabs=self._slab[slots],
@@ -333,7 +343,7 @@ class Running:
             sampling=sampling,
             tables=self._tables[slots, : self._width[slots].max(initial=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
-            said=tuple([each.said for each in sequences]) if any(each.said for each in sequences) else (),
+            said=tuple([each.said for each in sequences]) if self._num_said else (),
         )
         may_stop, least = self._may_stop[slots], self._least[slots]
         return Lineup(
@@ -347,6 +357,12 @@ class Running:
             minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]),
             unknown=np.full(len(slots), -1, np.int64),
         )
+
+    def _close(self, slot: int) -> bool:
+        """No further step has a row for it, which is final; whether that was not known."""
+        self._open_pages.pop(slot, None)
+        self._open_sampling.pop(slot, None)
+        return self._open.pop(slot, None) is not None
 
     def _grow_slots(self) -> None:
         old = len(self._planned)

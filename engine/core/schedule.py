@@ -154,8 +154,9 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
         [],
         None,
         chunk_scores=result.chunk_scores,
-        target_scores=tuple([(flight.chunks[chunk][0], scores) for chunk, scores in result.target_scores]),
     )
+    if result.target_scores:
+        applied.target_scores = tuple([(flight.chunks[chunk][0], scores) for chunk, scores in result.target_scores])
     for (prompt, num_ids, is_last), sampled in zip(flight.chunks, result.chunk_tokens, strict=True):
         if is_last and sampled is None:
             raise LocalProtocolError(f"step {result.step}: no token sampled after the last chunk of {prompt.key}")

@@ -135,6 +135,8 @@ class Auditor:
             waiting = side.gauges().waiting
             if waiting > self._max_waiting:
                 raise Violation("bounds", f"{life.name}: {waiting} requests wait (limit {self._max_waiting})")
+        if not gauges_due and (not device.queue or device.queue[-1].is_checked):
+            return  # the newest is checked last
         for ticket in device.queue:
             if ticket.is_checked and not gauges_due:
                 continue
@@ -152,8 +154,9 @@ class Auditor:
                         self._check_named(life, plan.step, chunk.base.slab, open_page, side.arena)
                     if chunk.keep >= 0:
                         self._check_named(life, plan.step, chunk.keep, (), side.arena)
-                for named in [(row.slab, row.pages) for row in plan.rows]:
-                    self._check_named(life, plan.step, *named, side.arena)
+                roster = plan.columns.roster
+                for slab, pages in zip(roster.slabs.tolist(), roster.pages, strict=True):
+                    self._check_named(life, plan.step, slab, pages, side.arena)
 
     def _check_named(self, life: Life, step: int, slab: int, pages: Sequence[int], arena: Arena) -> None:
         if arena.slabs.state_of(slab) is PageState.FREE:

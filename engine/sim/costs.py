@@ -29,7 +29,7 @@ class FlatCosts:
         return self.base_s + self.token_s * ids
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)  # no slots, for what it has computed
 class RooflineCosts:
     """V4-Flash on one H200 of an expert-parallel group.
 
@@ -70,17 +70,23 @@ class RooflineCosts:
         for chunk in plan.chunks:
             ids += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + chunk.num_tokens // 2)
-        hit_bytes = _count_hit_bytes(self.experts, self.ranks, ids, self.layers, self.expert_bytes)
-        weights_s = (self.dense_bytes + hit_bytes) / self.read_bytes_per_s
+        shares = self._ids_to_shares.get(ids)
+        if shares is None:
+            shares = self._ids_to_shares[ids] = self._share(ids)
+        weights_s, flops, exchange_s = shares
         kv_s = rows and self.kv_bytes * context / self.read_bytes_per_s
+        math_s = (flops + self.context_flops * context) / self.flops
+        return max(weights_s + kv_s, math_s) + exchange_s
+
+    @functools.cached_property
+    def _ids_to_shares(self) -> dict[int, tuple[float, float, float]]:
+        return {}
+
+    def _share(self, ids: int) -> tuple[float, float, float]:
+        """What depends on the number of rows and ids alone: time for weights, operations, time for exchanges."""
+        # Experts of a rank that some row goes to, with `ids` on each rank.
+        hit = self.experts / self.ranks * (1 - (1 - 6 / self.experts) ** (self.ranks * ids))
+        weights_s = (self.dense_bytes + self.layers * hit * self.expert_bytes) / self.read_bytes_per_s
         token_flops = self.token_flops - (self.routed_flops if self.has_experts else 0.0)
-        math_s = (token_flops * ids + self.context_flops * context) / self.flops
         exchange_s = self.exchange_floor_s + self.exchange_bytes * ids / self.exchange_bytes_per_s
-        return max(weights_s + kv_s, math_s) + (exchange_s if self.ranks > 1 else 0.0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _count_hit_bytes(experts: int, ranks: int, ids: int, layers: int, expert_bytes: float) -> float:
-    """Weights of a rank's experts that a step with `ids` on each rank reads: those that some row goes to."""
-    hit = experts / ranks * (1 - (1 - 6 / experts) ** (ranks * ids))
-    return layers * hit * expert_bytes
+        return weights_s, token_flops * ids, exchange_s if self.ranks > 1 else 0.0

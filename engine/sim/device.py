@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import Protocol
@@ -43,6 +44,7 @@ _PAGE = struct.Struct("<qiiII")
 _SLAB = struct.Struct("<qiiIi")
 """request, ids of history, last token, checksum, padding. As half words: 0-1, 2, 3, 4, 5."""
 QUEUE_LIMIT = 2
+_TEMPERATURE, _MIN_TOKENS = operator.attrgetter("temperature"), operator.attrgetter("min_tokens")
 
 Costs = Callable[[StepPlan], float]
 
@@ -79,17 +81,16 @@ class Place(Protocol):
 
 
 class _Cast:
-    """What the device keeps of a roster while it stays. `tables` and `slabs` are numbers of the pool's units."""
+    """What the device keeps of a roster while it stays, apart from its tables, which the pool has. `slabs` are numbers
+    of the pool's units."""
 
-    def __init__(self, roster: Roster | None, first_page: int, first_slab: int) -> None:
-        self.roster = roster
+    def __init__(self, roster: Roster | None, slabs: np.ndarray) -> None:
+        self.roster, self.slabs = roster, slabs
         sampling = () if roster is None else roster.sampling
-        if roster is not None:
-            self.tables, self.slabs = roster.tables + first_page, roster.slabs + first_slab
-            # The same tables as one line, and where each row's begins in it.
-            self.flat, self.begins = self.tables.reshape(-1), np.arange(len(sampling)) * self.tables.shape[1]
-        self.mixes: Words = np.array([each.temperature and seed_mix(each) for each in sampling], np.uint32)
-        self.masked = [row for row, each in enumerate(sampling) if each.min_tokens]
+        self.mixes: Words = np.zeros(len(sampling), np.uint32)
+        if any(map(_TEMPERATURE, sampling)):
+            self.mixes[:] = [seed_mix(each) for each in sampling]
+        self.masked = [row for row, least in enumerate(map(_MIN_TOKENS, sampling)) if least]
 
 
 class SimDevice:
@@ -150,7 +151,7 @@ class SimDevice:
         assert self._pool.sizes == (num_pages, num_slabs)
         self._first_page, self._first_slab, self._pages_at, self._slabs_at = self._pool.take()
         self._bytes = self._pool.buffer
-        self._cast = _Cast(None, 0, 0)
+        self._cast = _Cast(None, np.zeros(0, np.int64))
         self._sound_tokens: np.ndarray | None = None
         self._free_at = 0.0
         self._why_dead = ""
@@ -294,7 +295,7 @@ class SimDevice:
                 chunks = tuple([self._run_chunk(c, ids) for c, ids in zip(plan.chunks, ticket.tokens, strict=True)])
             rows: Sequence[int] = () if drawn is None else drawn
             counts = proposed = None
-            if plan.rows and drawn is None:
+            if drawn is None and plan.rows:
                 if is_drafting(plan):
                     rows, counts, proposed = self._run_drafted(plan)
                 elif self._reads_all:
@@ -307,7 +308,7 @@ class SimDevice:
                 ticket.step, chunks, rows, max(1, int(ticket.cost_s * 1e6)), group,
                 row_counts=counts, row_proposed=proposed,
             )  # fmt: skip
-            if not plan.is_empty:
+            if drawn is not None or not plan.is_empty:
                 self.num_steps += 1
                 self.busy_s += ticket.cost_s
         else:
@@ -322,7 +323,9 @@ class SimDevice:
             return False
         ticket = self.queue[0]
         plan = ticket.plan
-        return bool(plan.rows) and not plan.chunks and not is_drafting(plan) and self._why_fails(ticket) is None
+        if plan.chunks or not plan.rows or is_drafting(plan) or (self.fail_at_step and self._why_fails(ticket)):
+            return False
+        return self._find_wrong_id(plan.columns.tokens) is None
 
     def _why_fails(self, ticket: SimTicket) -> str | None:
         fails = self.fail_at_step and ticket.step >= self.fail_at_step
@@ -347,13 +350,14 @@ class SimDevice:
             fault = self._find_unkept(plan, chunk) if chunk.keep >= 0 or chunk.base is not None else None
             if fault is not None:
                 return fault
-        if plan.rows:
-            tokens = plan.columns.tokens
-            # Steps behind one with the same rows share a column of tokens that only the device knows.
-            if tokens is not self._sound_tokens:
-                if np.count_nonzero(tokens >= info.vocab_size):
-                    return f"token id {tokens.max()} outside the vocabulary of {info.vocab_size}"
-                self._sound_tokens = tokens
+        return self._find_wrong_id(plan.columns.tokens) if plan.rows else None
+
+    def _find_wrong_id(self, tokens: np.ndarray) -> str | None:
+        # Steps behind one with the same rows share a column of tokens that only the device knows.
+        if tokens is not self._sound_tokens:
+            if np.count_nonzero(tokens >= self.info.vocab_size):
+                return f"token id {tokens.max()} outside the vocabulary of {self.info.vocab_size}"
+            self._sound_tokens = tokens
         return None
 
     def _find_unkept(self, plan: StepPlan, chunk: PrefillChunk) -> str | None:
@@ -434,7 +438,7 @@ class SimDevice:
 
     def _place_rows(self, plan: StepPlan) -> StepPlan:
         """The plan for its costs: rows that only the device can place are where their slabs are by now."""
-        if not plan.rows or not is_drafting(plan):
+        if not is_drafting(plan):
             return plan
         columns = plan.columns
         lengths = np.array([self._read_slab(slab)[1] for slab in columns.roster.slabs.tolist()], np.int64)
@@ -479,7 +483,8 @@ class SimDevice:
     def keep_cast(self, roster: Roster) -> _Cast:
         """What it keeps of this roster."""
         if self._cast.roster is not roster:
-            self._cast = _Cast(roster, self._first_page, self._first_slab)
+            self._cast = _Cast(roster, roster.slabs + self._first_slab)
+            self._pool.keep_tables(self._cast.slabs, roster.tables + self._first_page)
         return self._cast
 
     def _read_history(self, row: DecodeRow, chain: int) -> None:
@@ -542,19 +547,19 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     requests = _join([rows.roster.requests for _, rows in steps])
     positions = _join([rows.positions for _, rows in steps])
     tokens = _join([rows.tokens for _, rows in steps])
-    page_words, slab_words = first._pool.page_words, first._pool.slab_words
+    page_words, slab_words, tables = first._pool.page_words, first._pool.slab_words, first._pool.tables
     slab_ids = _join([cast.slabs for cast in casts])
     # Ways that take a third of the time: `take` for whole tags, columns to write them, `//` without `divmod`.
     index = positions // first.info.page_tokens
     offset = positions - index * first.info.page_tokens
-    wanted = _join([cast.begins for cast in casts]) + index
-    page_ids = _join([cast.flat.take(wanted[s:e]) for cast, (s, e) in zip(casts, spans, strict=True)])
+    page_ids = tables.reshape(-1).take(slab_ids * tables.shape[1] + index)
     # As words and half words: looks at named fields would take longer than all that is done here.
     slabs, pages = slab_words.take(slab_ids, axis=0), page_words.take(page_ids, axis=0)
     slab_halves, page_halves = slabs.view(np.uint32), pages.view(np.uint32)
     chain, last = slab_halves[:, 4], slab_halves[:, 3]
     begun = np.flatnonzero(offset == 0)
-    pages[begun, 0], pages[begun, 1] = 0, index[begun]
+    page_words[:, 0][page_ids[begun]] = 0
+    pages[begun, 1] = index[begun]
     page_halves[begun, 4] = page_halves[begun, 5] = chain[begun]
     is_wrong = (
         (pages[:, 1] != (index | offset << 32))
@@ -566,10 +571,9 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     is_wrong[begun] |= (index[begun] == 0) & (chain[begun] != 0)
     begun = begun[index[begun] > 0]
     if len(begun):
-        histories = []
-        for at, count in zip(begun.tolist(), index[begun].tolist(), strict=True):
-            step = bisect.bisect_right(bounds, at) - 1
-            histories.append(casts[step].tables[at - bounds[step], :count])
+        histories = [
+            tables[slab, :count] for slab, count in zip(slab_ids[begun].tolist(), index[begun].tolist(), strict=True)
+        ]
         is_wrong[begun] |= _find_broken(page_words, histories, chain[begun], first.info.page_tokens)
     if is_wrong.any():
         at = int(is_wrong.argmax())
@@ -587,7 +591,7 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     slab_halves[:, 2] += 1
     slab_halves[:, 3] = drawn
     for words, units, tags in ((page_words, page_ids, pages), (slab_words, slab_ids, slabs)):
-        for column in range(3):
+        for column in (1, 2):  # the first is what it was
             words[:, column][units] = tags[:, column]
     told = drawn.astype(np.int32).data
     return [told[start:end] for start, end in spans]

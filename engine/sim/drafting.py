@@ -11,7 +11,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING
 
-from engine.core.plan import StepPlan
+from engine.core.plan import DecodeRows, StepPlan
 
 if TYPE_CHECKING:
     from engine.sim.world import WorldShape
@@ -21,10 +21,10 @@ _PLACE = struct.Struct("<qq")
 
 def is_drafting(plan: StepPlan) -> bool:
     """Its rows may bring several tokens, or none, or are where only the device knows."""
-    if not plan.rows:
-        return False
-    columns = plan.columns
-    return plan.drafts > 0 or (columns.roster.ends is not None and bool((columns.positions < 0).any()))
+    rows = plan.rows
+    if not isinstance(rows, DecodeRows) or rows.roster.ends is None:
+        return plan.drafts > 0 and len(rows) > 0
+    return len(rows) > 0 and (plan.drafts > 0 or bool((rows.positions < 0).any()))
 
 
 class Drafting:

@@ -92,7 +92,8 @@ class ExpertAuditor:
         for seat in seats:
             experts = seat.experts
             for memory, tables, epoch in zip(experts.memory, experts.tables, experts.active, strict=False):
-                wrong = memory.find_wrong(tables[epoch])
+                table = tables[epoch]
+                wrong = None if memory.proven is table else memory.find_wrong(table)
                 if wrong is not None:
                     raise Violation(
                         "expert-slot", f"{seat.name}: step {circle.step} of membership {circle.number}: {wrong}"

@@ -184,15 +184,17 @@ class PairCounter:
         self._rng = rng
         self._phase = -1
         self._kept: Placement | None = None
-        self._tilt: Floats = np.zeros(0)
+        # Of each domain, one row: shares of pairs by layer and place.
+        self._tilt: Floats = np.zeros((0, 0))
 
     def count(self, rows: Ints, placement: Placement, now: float) -> Floats:
         """float64[layers, places]: pairs of one step; `rows`: int64[domains] of the whole group."""
         shares = self._gate.shares(now)
         if self._kept is not placement or self._phase != self._gate.phase:
             self._kept, self._phase = placement, self._gate.phase
-            self._tilt = np.stack([placement.sum_rank_loads(domain) for domain in shares])
-        mean = self._chosen * np.tensordot(rows.astype(np.float64), self._tilt, axes=1)
+            self._tilt = np.stack([placement.sum_rank_loads(domain).reshape(-1) for domain in shares])
+        # As one row, so that the product is the same whatever its other side.
+        mean = self._chosen * np.dot(rows.astype(np.float64)[None], self._tilt).reshape(shares.shape[1], -1)
         noisy: Floats = np.maximum(mean + np.sqrt(mean) * self._rng.standard_normal(mean.shape), 0.0)
         return noisy
 

@@ -14,6 +14,7 @@ class Pool:
     Attributes:
         buffer: all pages of all devices, then all slabs.
         page_words, slab_words: int64[units, bytes // 8], the same by unit.
+        tables: int64[slabs, pages]: which pages the sequence of each slab has, as its device was told last.
     """
 
     def __init__(self, devices: int, num_pages: int, page_bytes: int, num_slabs: int, slab_bytes: int) -> None:
@@ -26,6 +27,14 @@ class Pool:
         self._slabs_at = pages * page_bytes
         self.page_words = self._view(0, pages, page_bytes)
         self.slab_words = self._view(self._slabs_at, devices * num_slabs, slab_bytes)
+        self.tables = np.zeros((devices * num_slabs, 1), np.int64)
+
+    def keep_tables(self, slabs: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
+        """int64[rows] and int64[rows, pages], numbers of units here."""
+        width = tables.shape[1]
+        if width > self.tables.shape[1]:
+            self.tables = np.pad(self.tables, ((0, 0), (0, width - self.tables.shape[1])))
+        self.tables[slabs, :width] = tables
 
     def _view(self, at: int, units: int, unit_bytes: int) -> npt.NDArray[np.int64]:
         return np.frombuffer(self.buffer, np.int64, units * unit_bytes // 8, at).reshape(units, -1)

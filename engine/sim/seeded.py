@@ -33,7 +33,7 @@ PASSES_LIMIT: Final = 100_000
 
 PRIVATE_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "module": ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r", "GLOBAL_RUN_CONTEXT", "Runner", "Deadlines"),
-    "Runner": ("runq", "waiting_for_idle", "deadlines", "clock"),
+    "Runner": ("runq", "waiting_for_idle", "deadlines", "clock", "instruments"),
     "Deadlines": ("next_deadline",),
 }
 """Everything of trio that this file uses and that trio does not promise to keep."""
@@ -84,6 +84,9 @@ class EventClock(Clock):
 
     def start_clock(self) -> None:
         self._runner = _run.GLOBAL_RUN_CONTEXT.runner
+        if not self._runner.instruments["_all"]:
+            # Looked at several times for each task that runs, in Python: a dict takes a tenth of the time.
+            self._runner.instruments = {}
 
     def current_time(self) -> float:
         return self.now
@@ -144,7 +147,6 @@ def run(
         Deadlock: nothing can happen any more.
     """
     clock = EventClock()
-    watch = _LivelockWatch(clock)
     results: list[T] = []
     stacks: list[str] = []
     errors: list[BaseException] = []
@@ -176,9 +178,10 @@ def run(
 
     saved = _run._ALLOW_DETERMINISTIC_SCHEDULING, _run._r
     setattr(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)  # noqa: B010  trio calls it Final
-    _run._r = _Order(seed)
+    _run._r = order = _Order(seed)
+    order.clock = clock
     try:
-        trio.run(body, clock=clock, instruments=(watch, *instruments))
+        trio.run(body, clock=clock, instruments=instruments)
     finally:
         setattr(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", saved[0])  # noqa: B010
         _run._r = saved[1]
@@ -186,9 +189,26 @@ def run(
 
 
 class _Order(random.Random):
-    """The same as its parent, whose `shuffle` costs twice as much: it is called for every task that runs."""
+    """The order of tasks that are runnable together: asked for once in each pass of the loop.
+
+    So it sees who keeps whom awake: it ends a run in which time stands still. Its order is that of its parent, whose
+    `shuffle` costs twice as much.
+    """
+
+    clock: EventClock
+    _instant = -1.0
+    _passes = 0
 
     def shuffle(self, x: MutableSequence[Any]) -> None:
+        now = self.clock.now
+        if now != self._instant:
+            self._instant, self._passes = now, 0
+        else:
+            self._passes += 1
+            if self._passes == PASSES_LIMIT and self.clock._on_error is not None:
+                self.clock._on_error(
+                    Deadlock(f"time stands still at {now:.6f} s: tasks ran {PASSES_LIMIT} times without a wait")
+                )
         draw = self.getrandbits
         for last in range(len(x) - 1, 0, -1):
             bits = (last + 1).bit_length()
@@ -196,25 +216,6 @@ class _Order(random.Random):
             while at > last:
                 at = draw(bits)
             x[last], x[at] = x[at], x[last]
-
-
-class _LivelockWatch(trio.abc.Instrument):
-    """Ends a run in which tasks keep each other awake, so that time stands still."""
-
-    def __init__(self, clock: EventClock) -> None:
-        self._clock = clock
-        self._instant = -1.0
-        self._passes = 0
-
-    def before_io_wait(self, timeout: float) -> None:
-        if self._clock.now != self._instant:
-            self._instant, self._passes = self._clock.now, 0
-            return
-        self._passes += 1
-        if self._passes == PASSES_LIMIT and self._clock._on_error is not None:
-            self._clock._on_error(
-                Deadlock(f"time stands still at {self._clock.now:.6f} s: tasks ran {PASSES_LIMIT} times without a wait")
-            )
 
 
 def _describe(task: trio.lowlevel.Task, depth: int = 0) -> Iterator[str]:

@@ -46,7 +46,8 @@ class SlotMemory:
         self._part = part
         self._buffer = ctypes.create_string_buffer(info.slots * _SLOT.itemsize)
         self._tags = np.frombuffer(memoryview(self._buffer).cast("B"), _SLOT)
-        self._proven: Table | None = None
+        self.proven: Table | None = None
+        """All was right by it, and nothing was written since."""
         self.wipe(range(info.slots))
 
     def run(self) -> BlockRun:
@@ -54,7 +55,7 @@ class SlotMemory:
 
     def note_write(self) -> None:
         """Something is about to be written here: what it holds has to be looked at again."""
-        self._proven = None
+        self.proven = None
 
     def fill(self, slots: Sequence[int], keys: npt.NDArray[np.int32]) -> None:
         self.note_write()
@@ -70,12 +71,12 @@ class SlotMemory:
 
     def find_wrong(self, table: Table) -> str | None:
         """The first slot that does not hold what the table names there, in words."""
-        if self._proven is table:
-            return None  # nothing was written since all was right
+        if self.proven is table:
+            return None
         tags = self._tags[table.slots]
         wrong = (tags["key"] != table.keys) | (tags["seal"] != table.seals)
         if not wrong.any():
-            self._proven = table
+            self.proven = table
             return None
         at = int(wrong.argmax())
         slot, key, experts = int(table.slots[at]), int(table.keys[at]), self.info.experts

@@ -101,7 +101,8 @@ class _Direction:
 
     def _schedule(self) -> None:
         self._is_scheduled = True
-        self._clock.at(max(self._flying[0][0], self.speed.held_until), self._deliver)
+        arrival, held_until = self._flying[0][0], self.speed.held_until
+        self._clock.at(arrival if arrival > held_until else held_until, self._deliver)
 
     def _deliver(self) -> None:
         self._is_scheduled = False
@@ -132,9 +133,9 @@ class _Direction:
         if not data:
             return b""  # the end stays
         self._arrived.popleft()
-        self._num_bytes -= len(data)
-        if self._writers:
+        if self._num_bytes > WINDOW_BYTES:  # else no writer waits
             self._writers.unpark_all()
+        self._num_bytes -= len(data)
         return data
 
     def close_writer(self) -> None:

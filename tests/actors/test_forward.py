@@ -137,3 +137,45 @@ async def test_an_end_does_not_overtake_tokens(nursery):
     rig.router.rank_frames(1, words)
     told = await end.take()
     assert [type(each) for each in told] == [RequestStarted, RequestStarted, TokensEmitted, RequestFinished]
+
+
+async def test_an_end_does_not_cut_a_turns_frame_in_two(nursery):
+    """Of two ranks that speak in one turn, the first tells of an end: its word waits for the tokens of both."""
+    rig = Rig(nursery)
+    client, end, _ = rig.client()
+    rig.rank(0, "prefill")
+    ranks = [rig.rank(1, "decode"), rig.rank(2, "decode")]
+    rig.submit(client, 1)
+    rig.submit(client, 2)
+    numbers = [(await rank.take())[0].request for rank in ranks]
+    nursery.start_soon(rig.router.tokens.run)
+    await trio.testing.wait_all_tasks_blocked()
+    for rank, number in enumerate(numbers, 1):
+        started = RequestStarted(number, 1, 2, 0, 0, rank, 0, 0, 0, Timings())
+        message, blob = emitted([(number, 1, 0, [5])])
+        words = [Frame(started, memoryview(b"")), Frame(message, memoryview(blob))]
+        if rank == 1:
+            words.append(Frame(RequestFinished(number, 1, "stop", 1, 0), memoryview(b"")))
+        rig.router.rank_frames(rank, words)
+    rig.submit(client, 3)  # the place of the one that ended is not its own before the tokens are through
+    told = await end.take()
+    assert [type(each) for each in told] == [RequestStarted, RequestStarted, TokensEmitted, RequestFinished]
+    assert told[2].num_rows == 2 and told[3].request == 1
+
+
+async def test_whoever_waits_for_the_last_request_finds_its_end_told(nursery):
+    rig = Rig(nursery)
+    client, end, _ = rig.client()
+    rig.rank(0, "prefill")
+    decode = rig.rank(1, "decode")
+    rig.submit(client, 1)
+    (number,) = [message.request for message in await decode.take()]
+    nursery.start_soon(rig.router.tokens.run)
+    await trio.testing.wait_all_tasks_blocked()
+    message, blob = emitted([(number, 1, 0, [5])])
+    words = [Frame(RequestStarted(number, 1, 2, 0, 0, 1, 0, 0, 0, Timings()), memoryview(b""))]
+    words += [Frame(message, memoryview(blob)), Frame(RequestFinished(number, 1, "stop", 1, 0), memoryview(b""))]
+    rig.router.rank_frames(1, words)
+    await rig.router.wait_idle()
+    client.dropped = True  # as one whose connection is closed now
+    assert [type(each) for each in await end.take()] == [RequestStarted, TokensEmitted, RequestFinished]
