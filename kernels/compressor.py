@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.forms import Pooling, StepRows
 from kernels.pooling import close_group, write_raw_row
-from kernels.rows import await_inputs, launch_options
+from kernels.rows import INTERPRETED, await_inputs, launch_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,14 @@ class CompressorConfig:
     warps: int
     elements: int
     splits: int = 1
-    early: bool = False
+    early: bool = not INTERPRETED
 
 
-SHORT, LONG = CompressorConfig(warps=4, elements=4096), CompressorConfig(warps=8, elements=8192)
-"""For groups of some rows, of which a quarter closes in a step; and for long ones, of which few do, all from far."""
-SPLIT = CompressorConfig(warps=4, elements=4096, splits=8)
-"""For long ones too: half a megabyte is more than one SM can ask for at a time."""
+SHORT, LONG = CompressorConfig(warps=4, elements=4096), CompressorConfig(warps=4, elements=4096, splits=8)
+"""For groups of some rows, of which a quarter closes in a step; and for long ones, of which few do. Half a megabyte is
+more than one multiprocessor can ask for at a time: eight of them take half as long (measured)."""
+WHOLE = CompressorConfig(warps=8, elements=8192)
+"""For long ones too, by one program."""
 
 
 def choose_config(pooling: Pooling) -> CompressorConfig:

@@ -17,6 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.forms import Plane, StepRows
 from kernels.records import load_turns, norm, store_record, turn
 
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, where none is launched early."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
@@ -32,7 +35,7 @@ class RowsConfig:
     warps: int = 4
     elements: int = 2048
     query_warps: int = 4
-    early: bool = False
+    early: bool = not INTERPRETED
 
 
 DEFAULT = RowsConfig()

@@ -50,7 +50,7 @@ class StepOptions:
     records: RecordFormat = "fp8"
     seed: int = 1
     profile: bool = True
-    branches: bool = False
+    branches: bool = True
     layers: int | None = None
 
 
@@ -105,7 +105,7 @@ class StepBench:
             size,
             fixed_ids=own,
             peers=peers,
-            branches=options.branches,
+            branches=options.branches and device.type == "cuda",
         )
         step.tokens.copy_(torch.randint(shape.vocab_size, (rows,), generator=generator, device=device))
         pages = torch.randperm(self.records.num_pages, generator=generator, device=device)

@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--routing", choices=ROUTINGS, default="real")
     parser.add_argument("--as-rank-of", type=int, default=1, dest="ranks")
     parser.add_argument("--records", choices=FORMATS, default="fp8")
-    parser.add_argument("--branches", action="store_true", help="independent parts of a layer side by side")
+    parser.add_argument("--no-branches", dest="branches", action="store_false", help="all of a layer one after another")
     parser.add_argument("--layers", type=int, help="only the first ones")
     parser.add_argument("--check", action="store_true", help="compare each operation with its plain form; no timing")
     parser.add_argument("--seed", type=int, default=1)

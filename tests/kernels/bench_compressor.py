@@ -194,13 +194,16 @@ def entrance_cases(kind: str, batch: int, span: int, *, closes: bool) -> list[Ca
         "csa": [CompressorConfig(4, 2048), CompressorConfig(8, 4096)],
         "hca": [CompressorConfig(8, 4096), CompressorConfig(16, 8192), CompressorConfig(4, 4096)],
     }[kind]
+    for i in range(LAYERS):
+        # Once before the capture, which must not make tickets.
+        enter(i)
     cases = [Case(f"enter {name}", enter, moved, predicted_us=predicted, check=check)]
-    early = dataclasses.replace(compressor.LONG if kind == "hca" else compressor.SHORT, early=True)
-    cases.append(Case(f"enter {name} early", functools.partial(enter, config=early), moved,
-                      predicted_us=predicted - 0.8, check=check))  # fmt: skip
+    late = dataclasses.replace(compressor.WHOLE if kind == "hca" else compressor.SHORT, early=False)
+    cases.append(Case(f"enter {name} not early", functools.partial(enter, config=late), moved,
+                      predicted_us=predicted + 0.8, check=check))  # fmt: skip
     if kind == "hca":
         for splits in (8, 16) if batch == 64 else (8,):
-            split = dataclasses.replace(compressor.SPLIT, splits=splits)
+            split = dataclasses.replace(compressor.LONG, splits=splits)
             for i in range(LAYERS):
                 # Once before the capture, which must not make tickets.
                 enter(i, split)

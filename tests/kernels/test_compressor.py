@@ -155,7 +155,7 @@ def test_split_group_again_and_again(device: torch.device) -> None:
     truth = world.copy()
     raw, rows = make_step(world, [124, 381, 255, 511], [4, 4, 1, 3], 4, 0)
     reference.compress(raw, truth.pooling, truth.turns, rows, truth.arena)
-    config = dataclasses.replace(compressor.SPLIT, splits=16)
+    config = dataclasses.replace(compressor.LONG, splits=16)
     first: Tensor | None = None
     for _ in range(50):
         again = world.copy()
