@@ -12,7 +12,7 @@ demo: $(VENV)/.run
 	@$(BIN)/python examples/show.py demo.jsonl
 
 # A process for each core; what kills, stops and times whole clusters runs alone after it.
-BESIDE := core model console style transport actors sim cli batch bench front faces nano
+BESIDE := core kernels model console style transport actors sim cli batch bench front faces nano
 BESIDE := $(BESIDE:%=tests/%)
 
 test: $(VENV)/.dev lint
