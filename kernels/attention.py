@@ -225,27 +225,15 @@ def attend(
     selected: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attention of each row over its window, its entries and a sink, with the rotation undone.
+    """See `kernels.reference.attend`.
 
-    logit = <query, record> / sqrt(width); the sink is a logit with value zero. A row at position t sees window
-    records of positions max(0, t - window + 1) .. t of its slab, and entries w with (w + 1) * ratio <= t + 1: all of
-    them, or those that are `selected`.
+    Beyond it: `query` and `selected` must be contiguous, entries in the ring's format.
 
     Args:
-        query: A[R, heads, width], rotated, contiguous.
-        sink: float32[heads].
-        turns: float32[positions, rope / 2, 2] of the layer; the output is rotated back by its row's position.
-        rows: the step. Padding rows give zeros.
-        arena: uint8[bytes].
-        ring: the layer's window ring.
-        window: positions seen.
-        entries: entries in pages, in the ring's format; None for a layer that has none.
-        ratio: tokens of an entry.
-        selected: int32[R, k], ascending, -1 last, contiguous; None for all that are visible.
         config: how programs are cut; None for the default.
 
-    Returns:
-        A[R, heads, width].
+    Raises:
+        ValueError: records that it has no tiles for.
     """
     count, heads, width = query.shape
     config = config or choose_config(heads, query.dtype, ring.format)

@@ -175,23 +175,10 @@ def enter_attention(
     compressions: Sequence[tuple[Tensor, Pooling]] = (),
     config: CompressorConfig | None = None,
 ) -> Tensor:
-    """`norm_rows`, `write_window` and `compress` of a layer.
+    """See `kernels.reference.enter_attention`: two poolings at most, whose rings and targets are apart.
 
     Args:
-        wide: float[R, rank + ring.width] (rows may lie in a wider tensor): the query's latent, then the window record.
-        query_norm: float32[rank].
-        window_norm: float32[ring.width].
-        eps: of both norms.
-        out_dtype: A.
-        turns: of the layer, contiguous.
-        rows: the step.
-        arena: uint8[bytes], written into.
-        ring: the layer's window ring.
-        compressions: raw rows and pooling, as `compress` takes them; two at most, whose rings and targets are apart.
         config: how to; None to choose, by what the poolings read.
-
-    Returns:
-        A[R, rank], the normed latent.
     """
     if len(compressions) > 2:
         raise ValueError(f"a layer has at most two poolings, not {len(compressions)}")

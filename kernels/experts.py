@@ -305,22 +305,13 @@ def mix_experts(
     *,
     config: Config | None = None,
 ) -> Tensor:
-    """Weighted sum of the chosen experts that this rank has.
+    """See `kernels.reference.mix_experts`.
+
+    Beyond it: rows of x must be contiguous, a row must not choose an expert twice, and slots must be contiguous in
+    themselves, at any stride from each other that is a multiple of 16 bytes.
 
     Args:
-        x: A[T, hidden], contiguous rows.
-        ids: int32[T, k], ascending, no expert twice in a row; -1 for none.
-        weights: float32[T, k].
-        expert_to_slot: int32[experts], -1 for an expert of another rank.
-        slots: the rank's slots; each contiguous in itself, at any stride from each other that is a multiple of 16
-            bytes.
-        clamp: limit inside the gated unit.
-        base: A[R, hidden], R <= T, to which the sums of the first R rows are added.
         config: None for the default.
-
-    Returns:
-        float32[T, hidden], zero where a row has no expert here; with a base A[R, hidden]. Summed in the order of the
-        places, the base last.
     """
     rows, hidden = x.shape
     places, experts = ids.shape[1], expert_to_slot.shape[0]

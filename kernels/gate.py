@@ -23,20 +23,10 @@ def route(
     *,
     overlaps: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by the square root of softplus of the logits, plus a bias for the choice only.
+    """See `kernels.reference.route`. Rows of the logits must be contiguous; they may lie in a wider tensor.
 
     Args:
-        logits: float32[T, experts], rows contiguous (they may lie in a wider tensor).
-        bias: float32[experts]; None with `hashed`.
-        hashed: int32[T, top_k], experts that were looked up by token; None where they are chosen.
-        top_k: experts of a row.
-        scale: factor on the weights, which add up to 1 before it.
-        valid: bool[T], rows that count as load; None for all. Others get expert -1 in all places and weight 0.
-        counts: int32[experts], to which the rows of each expert are added.
         overlaps: the kernel is launched while the one before it drains (programmatic dependent launch).
-
-    Returns:
-        (ids int32[T, top_k], ascending, weights float32[T, top_k]).
     """
     rows, experts = logits.shape
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)

@@ -296,20 +296,10 @@ def connect(
     *,
     config: HyperConfig = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Leave one sublayer and enter the next: mix its output into the streams, predict, collapse, norm.
+    """See `kernels.reference.connect`; streams and output must be contiguous, and without an output streams are returned.
 
     Args:
-        streams: A[R, n, hidden], contiguous, as they entered the sublayer before; not written.
-        output: A[R, hidden] of it, contiguous; None at the first sublayer, which leaves the streams as they are.
-        post: float32[R, n], its own; None like `output`.
-        combination: float32[R, n, n] (from, to), its own; None like `output`.
-        weights: of the sublayer that is entered.
-        pre: float32[R, n] to collapse with (V4.1: the one before); None for the sublayer's own.
         config: how the kernels are cut.
-
-    Returns:
-        (streams A[R, n, hidden], input of the sublayer A[R, hidden], post, combination, pre: its own). The streams are
-        the given ones where there is no output.
     """
     rows, n, _ = streams.shape
     mixed, partials = _mix(streams, output, post, combination, weights, config)

@@ -312,20 +312,7 @@ def prepare_both(
     eps: float | None,
     config: RowsConfig = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and rotate the attention's query heads, and rotate the indexer's, which lie behind them.
-
-    Args:
-        query: A[R, heads * width + index heads * index width] (rows may lie in a wider tensor).
-        shape: heads and width of the attention.
-        index_shape: of the indexer.
-        positions: int32[R]; -1 is taken as 0.
-        turns: of the layer, contiguous.
-        eps: of the norm, which index queries do not have.
-        config: how to.
-
-    Returns:
-        (A[R, heads, width], A[R, index heads, index width]).
-    """
+    """See `kernels.reference.prepare_both`; `turns` must be contiguous."""
     return _prepare(query, shape, index_shape, positions, turns, eps, config)
 
 
