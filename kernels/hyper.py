@@ -296,7 +296,7 @@ def connect(
     *,
     config: HyperConfig = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels.reference.connect`; streams and output must be contiguous, and without an output streams are returned.
+    """See `kernels.reference.connect`. Streams and output must be contiguous; without an output streams are returned.
 
     Args:
         config: how the kernels are cut.
