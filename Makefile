@@ -12,7 +12,8 @@ demo: $(VENV)/.run
 	@$(BIN)/python examples/show.py demo.jsonl
 
 # A process for each core; what kills, stops and times whole clusters runs alone after it.
-BESIDE := core kernels model console style transport actors sim cli batch bench front faces nano
+# The longest first, so that none of them is left to the end.
+BESIDE := sim model actors kernels front batch bench cli nano console transport core faces style
 BESIDE := $(BESIDE:%=tests/%)
 
 test: $(VENV)/.dev lint
