@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.forms import SlotWeights
+from kernels.forms import LARGEST_SLOT_SCALE, SlotWeights
 from kernels.mxfp4 import place_of, sum_words, word_at
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -58,7 +58,7 @@ class Config:
     programs: int = 4
     registers: int | None = None
     early: bool = False
-    shift: int | None = 64
+    shift: int | None = LARGEST_SLOT_SCALE - 128
 
 
 @triton.jit

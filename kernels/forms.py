@@ -16,6 +16,8 @@ RecordFormat = Literal["fp8", "bf16", "fp32"]
 
 SCALE_CHANNELS = 64
 """Channels of an fp8 entry that share one scale."""
+LARGEST_SLOT_SCALE = 192
+"""Largest e8m0 byte, 2^65, that the experts' products take as it is; whoever fills slots has to look."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.model.checkpoint import dequantise_fp8, scale_name, tensor_specs
 from engine.model.layers import WeightMap
 from engine.model.shapes import ModelShape
-from kernels.forms import SlotWeights, Weight
+from kernels.forms import LARGEST_SLOT_SCALE, SlotWeights, Weight
 
 
 class PlainSource:
@@ -124,7 +124,12 @@ class StoredSource:
                 if stored.dtype not in (torch.int8, torch.uint8):
                     raise ConfigError(f"tensor {stem}.{name}.weight must be stored as fp4, found {stored.dtype}")
                 data.copy_(stored.view(torch.uint8))
-                scale.copy_(self._stored(scale_name(f"{stem}.{name}.weight")).view(torch.uint8))
+                stored_scale = self._stored(scale_name(f"{stem}.{name}.weight")).view(torch.uint8)
+                if (largest := int(stored_scale.max())) > LARGEST_SLOT_SCALE:
+                    raise ConfigError(
+                        f"scales of {stem}.{name}.weight may be at most byte {LARGEST_SLOT_SCALE}, found {largest}"
+                    )
+                scale.copy_(stored_scale)
         return slots
 
     def _stored(self, name: str) -> Tensor:

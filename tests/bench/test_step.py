@@ -15,7 +15,7 @@ from engine.bench.check import Finding, check_ops, describe_findings
 from engine.bench.profile import attribute, read_trace
 from engine.bench.rig import StepBench, StepOptions, positions_of
 from engine.bench.routing import ROUTINGS, Routing, draw_ids
-from engine.bench.step import describe_run, main
+from engine.bench.step import describe_run, is_sound, main
 from engine.errors import ConfigError
 from engine.model.ops import reference_ops
 from engine.model.shapes import shape_from_config
@@ -338,3 +338,11 @@ def test_a_run_is_described_with_what_makes_it_comparable() -> None:
     assert "experts 9500 us (172)" in text and "head" not in text and "1000 us between them" in text
     assert "follow kernels' names" in text
     assert describe_run({"case": "a", "error": "no room"}) == "a: no room"
+
+
+def test_a_run_is_sound_if_it_was_measured_and_is_right() -> None:
+    right = {"case": "a", "finite": True, "graph_equals_eager": True}
+    assert is_sound(right)
+    assert not is_sound({**right, "finite": False})
+    assert not is_sound({**right, "graph_equals_eager": False})
+    assert not is_sound({"case": "a", "error": "out of memory"})

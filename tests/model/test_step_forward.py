@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
 from engine.model.graph import StepGraph
@@ -104,6 +106,20 @@ def test_stored_bytes_give_what_their_values_give(golden: Callable[[str], Golden
     rig.weights = rig.weights.__class__(**{**vars(rig.weights), "embed": rig.weights.embed.float()})
     (got,) = run_cases(gold, rig, ["len5"], 4, "fp32")
     check_exact(gold, "len5", got)
+
+
+def test_scales_that_the_experts_products_can_not_take_are_refused(
+    golden: Callable[[str], Golden], tmp_path: Path
+) -> None:
+    gold = golden("v4-tiny-quant")
+    name = "layers.1.ffn.experts.2.w3"
+    tensors = load_file(gold.directory / "model.safetensors")
+    tensors[f"{name}.scale"].view(torch.uint8)[3, 1] = 193
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = StoredSource(tmp_path, gold.shape, CPU)
+    with pytest.raises(ConfigError, match=rf"scales of {name}.weight may be at most byte 192, found 193"):
+        source.slots([(1, 2)])
+    source.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
