@@ -44,7 +44,8 @@ class Chooser:
 
         Args:
             sampler: of these rows.
-            logits: float32[rows, vocab]; may be overwritten.
+            logits: float32[rows, vocab], on the model's device; may be overwritten. They come to the host only where
+                more than the likeliest ids is asked of them.
             slabs: int64[rows], different ones.
             positions: int64[rows], of the tokens.
             guesses: drafts that are judged by rejection; their rows draw by that rule.
@@ -53,6 +54,11 @@ class Chooser:
         Returns:
             (int64[rows], scores of rows that ask for some).
         """
+        if sampler.takes_best and guesses is None:
+            best: Ints = logits.argmax(-1).cpu().numpy()
+            self._arena.write_sampled(slabs, best)
+            return best, None
+        logits = logits.cpu()
         scored, counts = sampler.scored, None
         raw = logits[scored] if len(scored) else None
         lines = slabs[sampler.penalised]

@@ -252,7 +252,8 @@ class StepRunner:
         first, end = len(progress.chunk_tokens), len(asking)
         for at, ids in targets:
             if len(ids):
-                told = score_targets(logits[end : end + len(ids)], ids, chunks[at].target_tops, chunks[at].start + 1)
+                lines = logits[end : end + len(ids)].cpu()
+                told = score_targets(lines, ids, chunks[at].target_tops, chunks[at].start + 1)
                 progress.target_scores.append((first + at, told))
                 end += len(ids)
         if asking:

@@ -80,7 +80,7 @@ class RowModel(Protocol):
     mixture: Mixture | None
 
     def forward(self, batch: RowBatch, wanted: Sequence[int] | None = None) -> Tensor:
-        """float32[wanted, vocab] on the CPU; see `PagedTransformer.forward`."""
+        """float32[wanted, vocab] on the model's device; see `PagedTransformer.forward`."""
         ...
 
     def forward_prompt(self, batch: RowBatch, *, last: bool, wanted: Sequence[int] | None = None) -> Tensor:

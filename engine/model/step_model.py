@@ -1,4 +1,4 @@
-"""StepModel: the target's forward for passes, by the device's step: rows in, logits on the host out.
+"""StepModel: the target's forward for passes, by the device's step: rows in, logits out.
 
 Rows of one position each are a step of a fixed number of sequences, filled up with padding. Longer ones are a prompt's:
 one sequence at a time, so many rows at a time, through the long rings of the arena's private block (`staging.py`).
@@ -116,7 +116,7 @@ class StepModel:
         asked = np.arange(batch.rows) if wanted is None else np.array(wanted, np.int64)
         if batch.span == 1 and batch.sequences <= max(self._decodes):
             return self._decode(batch, asked)
-        logits = torch.empty((len(asked), self.shape.vocab_size))
+        logits = torch.empty((len(asked), self.shape.vocab_size), device=self.arena.bytes.device)
         for sequence in range(batch.sequences):
             first, count = int(batch.firsts[sequence]), int(batch.spans[sequence])
             mine = np.flatnonzero((asked >= first) & (asked < first + count))
@@ -134,7 +134,10 @@ class StepModel:
     def _decode(self, batch: RowBatch, asked: Ints) -> Tensor:
         size = next(count for count in sorted(self._decodes) if count >= batch.sequences)
         outputs = self._decodes[size].run(batch.ids, batch.positions, batch.slabs, batch.tables)
-        return self._fetch(outputs.logits, asked)
+        if len(asked) == batch.rows == len(outputs.logits):
+            # Passes that follow write the same memory; whoever wants these logits is done with them before.
+            return outputs.logits
+        return self._pick(outputs.logits, asked)
 
     def _read_prompt(self, batch: RowBatch, sequence: int, asked: Ints, logits: Tensor, places: Ints) -> None:
         """The rows of one sequence; logits of its rows `asked` go to `places`."""
@@ -150,12 +153,14 @@ class StepModel:
             outputs = self._prompts[size].run(ids[done : done + part], positions, np.zeros(1, np.int64), table)
             here = np.flatnonzero((asked >= done) & (asked < done + part))
             if len(here):
-                logits[places[here]] = self._fetch(outputs.logits, asked[here] - done)
+                logits[torch.from_numpy(places[here]).to(logits.device)] = self._pick(
+                    outputs.logits, asked[here] - done
+                )
             done += part
         self._staging.store(slab, start + count)
 
-    def _fetch(self, logits: Tensor, rows: Ints) -> Tensor:
-        return logits.index_select(0, torch.from_numpy(rows).to(logits.device)).cpu()
+    def _pick(self, logits: Tensor, rows: Ints) -> Tensor:
+        return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
 
 
 def _sizes_up_to(rows: int) -> list[int]:

@@ -68,7 +68,7 @@ def test_a_prompt_in_pieces_has_the_golden_logits(
     ids = case["len47.ids"].long().numpy()
     slab, found, start = len(cuts), [], 0
     for cut in cuts:
-        found.append(model.forward(rows(start, ids[start : start + cut], slab=slab, first_page=20)))
+        found.append(model.forward(rows(start, ids[start : start + cut], slab=slab, first_page=20)).cpu())
         start += cut
     assert (torch.cat(found) - case["len47.logits"]).abs().max() < LIMIT
 
@@ -76,8 +76,8 @@ def test_a_prompt_in_pieces_has_the_golden_logits(
 def test_a_prompt_longer_than_a_step_and_rows_after_it(golden: Callable[[str], Golden], model: StepModel) -> None:
     case = golden("v4-tiny-fast").cases
     ids = case["len100.ids"].long().numpy()
-    head = model.forward(rows(0, ids[:90], slab=0, first_page=0), wanted=[3, 60, 89])
-    tail = [model.forward(rows(at, ids[at : at + 1], slab=0, first_page=0)) for at in range(90, 100)]
+    head = model.forward(rows(0, ids[:90], slab=0, first_page=0), wanted=[3, 60, 89]).cpu()
+    tail = [model.forward(rows(at, ids[at : at + 1], slab=0, first_page=0)).cpu() for at in range(90, 100)]
     stored = case["len100.logits_at"] if "len100.logits_at" in case else case["len100.logits"]
     places = case["len100.pos"].long() if "len100.pos" in case else torch.arange(100)
     got = {3: head[0], 60: head[1], 89: head[2]} | {90 + at: line[0] for at, line in enumerate(tail)}
@@ -97,13 +97,13 @@ def test_sequences_of_one_pass_do_not_meet(golden: Callable[[str], Golden], mode
     counts = np.array([len(ids) for ids in texts])
     slabs = np.array([3, 1, 4])
     batch = RowBatch(slabs, np.zeros(3, np.int64), tokens, tables, counts)
-    last = model.forward(batch, wanted=(batch.firsts + counts - 1).tolist())
+    last = model.forward(batch, wanted=(batch.firsts + counts - 1).tolist()).cpu()
     for name, line in zip(("len33", "len17", "len47"), last, strict=True):
         assert (line - case[f"{name}.logits"][-1]).abs().max() < LIMIT, name
     # Rows after it, three of them where a step has room for four.
     follow = np.array([5, 6, 7])
     step = RowBatch(slabs, counts, follow[:, None], tables)
-    alone = [model.forward(RowBatch(slabs[i : i + 1], counts[i : i + 1], follow[i : i + 1, None], tables[i : i + 1]))
+    alone = [model.forward(RowBatch(slabs[i : i + 1], counts[i : i + 1], follow[i : i + 1, None], tables[i : i + 1])).clone()
              for i in range(3)]  # fmt: skip
     assert (model.forward(step) - torch.cat(alone)).abs().max() < LIMIT
 
@@ -112,7 +112,7 @@ def test_a_copied_slab_goes_on_as_the_first(golden: Callable[[str], Golden], mod
     ids = golden("v4-tiny-fast").cases["len47.ids"].long().numpy()
     model.forward(rows(0, ids[:32], slab=0, first_page=0), wanted=[31])
     model.arena.slab_bytes_of(5).copy_(model.arena.slab_bytes_of(0))
-    first = model.forward(rows(32, ids[32:], slab=0, first_page=0))
+    first = model.forward(rows(32, ids[32:], slab=0, first_page=0)).clone()
     model.arena.slab_bytes_of(0).fill_(255)
     again = model.forward(rows(32, ids[32:], slab=5, first_page=0))
     assert torch.equal(first, again)
