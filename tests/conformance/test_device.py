@@ -24,6 +24,7 @@ from engine.errors import DeviceError, LocalProtocolError
 from engine.model.device import TorchDevice, open_torch_device
 from engine.model.ops import reference_ops
 from engine.model.step_loading import load_step_model
+from engine.model.step_model import StepModel
 from engine.ports import Device
 from engine.sim.device import SimDevice
 from tests.model.paged_cases import small_v4_config, write_checkpoint
@@ -328,19 +329,36 @@ async def test_closing_finishes_what_is_queued(opened: Opened) -> None:
             device.submit(prefill(3))
 
 
+def read(device: Device, block: int) -> bytes:
+    """A block's bytes, pages first, then slabs, whatever memory they are in."""
+    if isinstance(device, TorchDevice) and isinstance(device.model, StepModel):
+        return device.model.arena.block_bytes_of(block).cpu().numpy().tobytes()
+    return bytes(_view(device, block))
+
+
+def flip(device: Device, block: int) -> None:
+    """Changes one bit of a block."""
+    if isinstance(device, TorchDevice) and isinstance(device.model, StepModel):
+        device.model.arena.block_bytes_of(block)[1] ^= 1
+    else:
+        _view(device, block)[1] ^= 1
+
+
+def _view(device: Device, block: int) -> memoryview:
+    pages, slabs = device.block_runs()
+    run, at = (pages, block) if block < pages.count else (slabs, block - pages.count)
+    return view_memory(run.address + at * run.block_bytes, run.block_bytes)
+
+
 async def test_a_checksum_is_that_of_the_bytes_in_order(opened: Opened) -> None:
     async with opened() as device:
         await device.wait(device.submit(prefill(1)))
-        pages, slabs = device.block_runs()
-
-        def read(run, block: int) -> memoryview:
-            return view_memory(run.address + block * run.block_bytes, run.block_bytes)
-
-        wanted = zlib.crc32(read(pages, 9), zlib.crc32(read(pages, 4), zlib.crc32(read(pages, 3))))
-        with_slab = zlib.crc32(read(slabs, 0), wanted)
+        slab = device.info.num_pages
+        wanted = zlib.crc32(read(device, 9), zlib.crc32(read(device, 4), zlib.crc32(read(device, 3))))
+        with_slab = zlib.crc32(read(device, slab), wanted)
         one, other, whole = await device.checksums([((3, 4, 9), -1), ((3, 9, 4), -1), ((3, 4, 9), 0)])
         assert (one, whole) == (wanted, with_slab) and other != wanted
-        read(slabs, 0)[1] ^= 1
+        flip(device, slab)
         again, changed = await device.checksums([((3, 4, 9), -1), ((3, 4, 9), 0)])
         assert again == wanted and changed != with_slab
 
