@@ -135,10 +135,11 @@ class FrameStream:
             LocalProtocolError: see `encode_frame`.
         """
         buffers = encode_frame(message, blob)
-        self._check_open()
-        size = 0
-        for buffer in buffers:
-            size += buffer.nbytes
+        if self._closing or self._broken is not None:
+            self._check_open()
+        size = len(buffers[0])
+        if len(buffers) > 1:
+            size += len(buffers[1])
         if self._out_bytes + size > self._out_limit:
             raise self._overflow()
         self._append(buffers, size)
@@ -184,7 +185,7 @@ class FrameStream:
             except OSError:
                 return 0  # it takes none now, or is broken: the writer finds out
         if self._send_now is not None:
-            return self._send_now(buffers[0].tobytes() if len(buffers) == 1 else b"".join(buffers))
+            return self._send_now(b"".join(buffers))
         return 0
 
     def _wake(self) -> None:
