@@ -40,7 +40,7 @@ class _Direction:
         name: str,
         speed: WireSpeed,
         tap: Callable[[str, bytes], None],
-        is_coy: Callable[[], bool],
+        is_coy: Callable[[], bool] | None,
     ) -> None:
         self.name = name
         self.speed = speed
@@ -61,8 +61,12 @@ class _Direction:
 
     def send_now(self, data: bytes) -> int:
         """All of it, or nothing: where the sender would wait, where this end is closed, or where it so pleases."""
-        is_open = not self.is_closed_by_writer and not self.is_closed_by_reader
-        if not is_open or self._num_bytes > WINDOW_BYTES or self._is_coy():
+        if (
+            self.is_closed_by_writer
+            or self.is_closed_by_reader
+            or self._num_bytes > WINDOW_BYTES
+            or (self._is_coy is not None and self._is_coy())
+        ):
             return 0
         self._begin(data)
         return len(data)
@@ -114,25 +118,20 @@ class _Direction:
         if flying:
             self._schedule()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Nothing has arrived yet."""
-        return not self._arrived
-
-    async def wait(self) -> None:
-        """Until something has arrived."""
-        while not self._arrived:
+    async def receive(self, max_bytes: int | None = None) -> bytes:
+        """The oldest that has arrived, once something has; nothing at the end."""
+        arrived = self._arrived
+        if arrived:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        while not arrived:
             if self.is_closed_by_reader:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 raise trio.ClosedResourceError
             await self._reader.wait()
-
-    def take(self) -> bytes:
-        """The oldest that has arrived; nothing at the end."""
-        data = self._arrived[0]
+        data = arrived[0]
         if not data:
             return b""  # the end stays
-        self._arrived.popleft()
+        arrived.popleft()
         if self._num_bytes > WINDOW_BYTES:  # else no writer waits
             self._writers.unpark_all()
         self._num_bytes -= len(data)
@@ -161,23 +160,17 @@ class CableEnd(trio.abc.Stream):
 
     def __init__(self, out: _Direction, into: _Direction) -> None:
         self.out, self.into = out, into
+        # Called for each frame: without a call between.
+        self.send_now, self.receive_some = out.send_now, into.receive  # type: ignore[method-assign]
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await self.out.send(bytes(data))
-
-    def send_now(self, data: bytes) -> int:
-        return self.out.send_now(data)
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        into = self.into
-        if into.is_waiting:
-            await into.wait()
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        return into.take()
+        return await self.into.receive(max_bytes)
 
     async def aclose(self) -> None:
         self.cut()
@@ -199,13 +192,14 @@ def make_cable(
     other: str,
     speeds: tuple[WireSpeed, WireSpeed],
     tap: Callable[[str, bytes], None],
-    is_coy: Callable[[], bool] = lambda: False,
+    is_coy: Callable[[], bool] | None = None,
 ) -> tuple[CableEnd, CableEnd]:
     """Two connected ends, of the processes `one` and `other`.
 
     Args:
         tap: sees all bytes as they are sent.
-        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time.
+        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time;
+            None: never.
     """
     forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy)
     back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy)
