@@ -121,7 +121,8 @@ class Seat:
         self.group.join(self)
 
     def submitted(self) -> None:
-        self.group.arrive(self)
+        if not self.is_arrived or self.stopped is not None:
+            self.group.arrive(self)
 
     def leave(self) -> None:
         self.group.leave(self)

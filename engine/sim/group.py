@@ -18,7 +18,7 @@ from engine.core.pact import Agreement, GroupStep, Words, agree
 from engine.core.plan import StepPlan
 from engine.errors import DeviceError, GroupBroken
 from engine.sim.circle import Circle, GroupMeters, GroupRules, Seat
-from engine.sim.device import run_together
+from engine.sim.device import SimTicket, run_together
 from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
 
@@ -142,14 +142,15 @@ class SimGroup:
             return
         seat.is_arrived, seat.since = True, now
         plan = ticket.plan
-        is_empty, rows = plan.is_empty, 0
+        rows = passes = 0
         seat.step_rows = None
-        if not is_empty:
-            seat.step_rows, rows = self._count_rows(seat, plan)
+        if not plan.is_empty:
+            passes = 1
+            seat.step_rows, rows = self._count_rows(seat, ticket)
         experts = seat.experts
         join = experts.joined if experts.joined > circle.number else circle.number
         seat.words = Words(
-            seat.generation, rows, int(not is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
+            seat.generation, rows, passes, plan.idle, join, int(plan.stop), plan.drafts, experts.ready
         )
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):
@@ -158,15 +159,16 @@ class SimGroup:
             circle.has_patience = True
             self._at(now + self.rules.exchange_s, self._look, circle)
 
-    def _count_rows(self, seat: Seat, plan: StepPlan) -> tuple[np.ndarray, int]:
+    def _count_rows(self, seat: Seat, ticket: SimTicket) -> tuple[np.ndarray, int]:
         """Rows of a step by domain, and all of them; counted once as long as the same sequences take part."""
+        plan, roster = ticket.plan, ticket.columns.roster
         if plan.chunks:
             counts = _rows_by_domain(plan, self.shape.domains)
             return counts, int(counts.sum())
-        roster = plan.columns.roster
-        if seat.counted is None or seat.counted[0] is not roster:
-            seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
-        return seat.counted[1:]
+        counted = seat.counted
+        if counted is None or counted[0] is not roster:
+            counted = seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
+        return counted[1], counted[2]
 
     def _look(self, circle: Circle) -> None:
         """Some have waited for others."""
