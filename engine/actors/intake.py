@@ -8,6 +8,7 @@ since each is bounded by what was started.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -153,6 +154,7 @@ class Inbox:
         self._news = trio.lowlevel.ParkingLot()
         self._room = trio.lowlevel.ParkingLot()
         self._alarm = trio.CancelScope()
+        self._due = math.inf
 
     def put(self, fact: Fact) -> None:
         """Adds a fact that this process made itself; never waits."""
@@ -183,8 +185,8 @@ class Inbox:
 
     def set_alarm(self, due: float) -> None:
         """When the taker is woken at the latest, a trio time."""
-        if self._alarm.deadline != due:
-            self._alarm.deadline = due
+        if self._due != due:
+            self._due = self._alarm.deadline = due
 
     async def wait(self) -> None:
         """Until there is a fact to take, or somebody rings, as the alarm does."""
@@ -196,7 +198,7 @@ class Inbox:
         while True:
             with self._alarm:
                 await trio.sleep_forever()
-            self._alarm = trio.CancelScope()
+            self._alarm, self._due = trio.CancelScope(), math.inf
             self._news.unpark_all()
 
 

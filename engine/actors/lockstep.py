@@ -103,6 +103,8 @@ class Lockstep:
         copies: trio.MemorySendChannel[StartCopy],
         head: FrameStream,
     ) -> None:
+        self.effects = experts.outbox
+        """What `carry_out` would do."""
         self._experts = experts
         self._slots = slots
         self._members = members

@@ -64,6 +64,7 @@ class ExpertSide:
         membership: whose steps are awaited; None before the first.
         is_broken: a member of it is lost, and the next one is not joined.
         is_stopped: all ranks of the group said that nothing is left to do.
+        outbox: what `take_outbox` would return; the same list for ever.
     """
 
     def __init__(self, rank: int, generation: int, parts: Sequence[PartInfo]) -> None:
@@ -72,8 +73,8 @@ class ExpertSide:
         self.is_stopped = False
         self._rank, self._generation = rank, generation
         self._parts = tuple(parts)
-        self._outbox: list[ExpertEffect] = []
-        self._switches = [Switch(part, info, self._outbox) for part, info in enumerate(parts)]
+        self.outbox: list[ExpertEffect] = []
+        self._switches = [Switch(part, info, self.outbox) for part, info in enumerate(parts)]
         self._parking = Parking()
         self._named: Membership | None = None
         self._prepared = 0
@@ -127,19 +128,19 @@ class ExpertSide:
         if (self._rank, self._generation) not in [(member.rank, member.generation) for member in membership.members]:
             raise RemoteProtocolError(f"membership {number} is named without life {self._generation} of {self._rank}")
         self._named = membership
-        self._outbox.append(Prepare(membership))
+        self.outbox.append(Prepare(membership))
 
     def on_prepared(self, number: int) -> None:
         """The device has what a membership asks for; it counts unless another one was named meanwhile."""
         if self._named is not None and number == self._named.number:
             self._prepared = number
-            self._outbox.append(ToHead(GroupPrepared(self._rank, self._generation, number)))
+            self.outbox.append(ToHead(GroupPrepared(self._rank, self._generation, number)))
 
     def _on_join(self, number: int) -> None:
         if number != self._prepared or self._named is None or number != self._named.number:
             raise RemoteProtocolError(f"membership {number} is to be joined, prepared is {self._prepared}")
         self._joining[number] = self._named
-        self._outbox.append(Join(number))
+        self.outbox.append(Join(number))
 
     def _on_prepare(self, message: PrepareEpoch, blob: memoryview) -> None:
         if self.membership is None:
@@ -168,7 +169,7 @@ class ExpertSide:
         if plan is not None:
             question = self._parking.note_rows(step)
             if question is not None:
-                self._outbox.append(ToHead(question))
+                self.outbox.append(ToHead(question))
         elif not self.is_stopped and (self.membership is not None or self._joining):
             plan = self._parking.plan_idle(step, has_reason=self._has_reason(), stop=is_drained)
         self._submitted += plan is not None
@@ -226,7 +227,7 @@ class ExpertSide:
         self._parking.start()
         for switch, part in zip(self._switches, joined.parts, strict=True):
             switch.start(part.epoch, joined.place_of(self._rank))
-        self._outbox.append(ToHead(GroupJoined(self._rank, self._generation, number)))
+        self.outbox.append(ToHead(GroupJoined(self._rank, self._generation, number)))
 
     # ------------------------------------------------------------ losses
 
@@ -237,7 +238,7 @@ class ExpertSide:
                 for member in membership.members:
                     if member.rank == error.rank:
                         accused = PeerAccused(error.rank, member.generation, error.membership, error.step, error.why)
-                        self._outbox.append(ToHead(accused))
+                        self.outbox.append(ToHead(accused))
         if not self.is_broken:
             self.is_broken = True
             for switch in self._switches:
@@ -255,6 +256,6 @@ class ExpertSide:
 
     def take_outbox(self) -> list[ExpertEffect]:
         """All effects since the last call, in order."""
-        taken = self._outbox.copy()
-        self._outbox.clear()
+        taken = self.outbox.copy()
+        self.outbox.clear()
         return taken
