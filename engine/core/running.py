@@ -84,7 +84,7 @@ class Running:
         # Of the lineup of the step awaited last: awaited steps in which no row of it comes to its limit.
         self._awaited: Lineup | None = None
         self._num_endless = 0
-        # And the places of the next tokens, the last ones, and how many of each row `count` and `token` do not show yet.
+        # And the places of the next tokens, the last ones, and how many of each row `count` and `token` do not show.
         self._indices = np.zeros(0, np.int32)
         self._last_tokens = np.zeros(0, np.int32)
         self._num_uncounted = 0

@@ -54,7 +54,7 @@ class Bell:
     def _make_request(self) -> Any:
         """What `wait_task_rescheduled` tells trio's loop. It says no more than how to abort, and so is the same for
         each wait here: to make it, and the coroutine around it, would be half of what a wait costs."""
-        waiting = trio.lowlevel.wait_task_rescheduled(self._abort)
+        waiting = trio.lowlevel.wait_task_rescheduled(self._abort)  # noqa: ASYNC105  only looked at
         self._request = waiting.send(None)
         waiting.close()
         return self._request

@@ -1,8 +1,9 @@
 """Control streams between simulated processes: bytes that take time, may be held up, and end when a process dies.
 
 A Cable is a connection with two ends; each direction has latency, bandwidth and a window of unread bytes, delivers in
-order, and costs one clock event per delivery. What a process wrote before it died still arrives, then the end of the
-stream: as a kernel does it. Only for the clocks of `engine.sim`.
+order, and costs one clock event per delivery, or a share of one where wires deliver at ticks (see `Post`). What a
+process wrote before it died still arrives, then the end of the stream: as a kernel does it. Only for the clocks of
+`engine.sim`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,27 @@ class WireSpeed:
     held_until: float = 0.0
 
 
+class Post:
+    """Deliveries of many wires that are due at one tick: a single event of the clock for all of them, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due: dict[float, list[Callable[[], None]]] = {}
+
+    def at(self, when: float, deliver: Callable[[], None]) -> None:
+        """As `Clock.at`."""
+        due = self._due.get(when)
+        if due is not None:
+            due.append(deliver)
+        else:
+            self._due[when] = [deliver]
+            self._clock.at(when, self._deliver, when)
+
+    def _deliver(self, when: float) -> None:
+        for deliver in self._due.pop(when):
+            deliver()
+
+
 class _Direction:
     """Bytes on their way from one end to the other."""
 
@@ -41,10 +63,12 @@ class _Direction:
         speed: WireSpeed,
         tap: Callable[[str, bytes], None],
         is_coy: Callable[[], bool] | None,
+        post: Post | None,
     ) -> None:
         self.name = name
         self.speed = speed
         self._clock = clock
+        self._at = clock.at if post is None else post.at
         self._tap = tap
         self._is_coy = is_coy
         self._flying: collections.deque[tuple[float, bytes]] = collections.deque()
@@ -106,7 +130,7 @@ class _Direction:
     def _schedule(self) -> None:
         self._is_scheduled = True
         arrival, held_until = self._flying[0][0], self.speed.held_until
-        self._clock.at(arrival if arrival > held_until else held_until, self._deliver)
+        self._at(arrival if arrival > held_until else held_until, self._deliver)
 
     def _deliver(self) -> None:
         self._is_scheduled = False
@@ -193,6 +217,7 @@ def make_cable(
     speeds: tuple[WireSpeed, WireSpeed],
     tap: Callable[[str, bytes], None],
     is_coy: Callable[[], bool] | None = None,
+    post: Post | None = None,
 ) -> tuple[CableEnd, CableEnd]:
     """Two connected ends, of the processes `one` and `other`.
 
@@ -200,9 +225,10 @@ def make_cable(
         tap: sees all bytes as they are sent.
         is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time;
             None: never.
+        post: calls their deliveries; the clock itself without one.
     """
-    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy)
-    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy)
+    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy, post)
+    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy, post)
     return CableEnd(forth, back), CableEnd(back, forth)
 
 

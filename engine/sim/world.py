@@ -36,7 +36,7 @@ from engine.sim.handoffs import Handoff, KeepingFabric
 from engine.sim.pool import Pool
 from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
-from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
+from engine.sim.wires import CableEnd, CableListener, Post, WireSpeed, make_cable
 from transport.fabric import Fabric
 from transport.memory_fabric import MemoryFabric, MemoryWorld
 from transport.messages import (
@@ -374,6 +374,8 @@ class World:
         self._nursery: trio.Nursery | None = None
         self._groups: dict[tuple[str, int], StepGroup] = {}
         self._pool: Pool | None = None
+        # Without ticks no two deliveries are due at once, but by chance.
+        self._post = Post(clock) if shape.link_tick_s else None
 
     # ------------------------------------------------------------ the head
 
@@ -536,7 +538,7 @@ class World:
         self._num_cables += 1
         # In small worlds half of all sends go the long way, by the writer's queue.
         is_coy = (lambda: self._send_rng.random() < 0.5) if self.shape.is_thorough else None
-        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, is_coy)
+        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, is_coy, self._post)
 
     def connect(self, name: str) -> tuple[CableEnd, tuple[WireSpeed, WireSpeed]]:
         """A client's connection to the head. Raises OSError if it does not accept."""
