@@ -503,7 +503,8 @@ class Router:
 
     def _dispatch(self) -> None:
         """Places waiting requests, strictly in their order, as long as ranks may take more."""
-        self._place_all()
+        if self._backlog.first() is not None:
+            self._place_all()
         self._pace.note_line(trio.current_time(), is_empty=self._backlog.first() is None)
 
     def _place_all(self) -> None:

@@ -103,7 +103,7 @@ class RowTable:
         if b"\x00" not in (live & (clients == clients[0])).tobytes():
             self._generated[slots] = index + count
             renumbered = self._request[slots].astype("<i8", copy=False).tobytes()
-            parts.append((int(clients[0]), message, renumbered + bytes(blob[8 * rows :])))
+            parts.append((int(clients[0]), message, b"".join((renumbered, blob[8 * rows :]))))
         else:
             token = np.frombuffer(blob, "<i4", tokens, _ROW_BYTES * rows)
             token_row = np.repeat(np.arange(rows), count)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -322,7 +323,7 @@ class Supervisor:
 
     async def _converse(self, row: Row, link: FrameStream) -> None:
         try:
-            await run_link(link, lambda frames: self._take(row, frames))
+            await run_link(link, functools.partial(self._take, row))
         except EngineError as error:
             row.end(str(error))
         row.end("closed its control stream")

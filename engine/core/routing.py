@@ -105,7 +105,7 @@ def _list_open(loads: Iterable[RankLoad], num_tokens: int, rank_waiting: int) ->
     return [
         load
         for load in loads
-        if load.requests < rank_waiting and not load.is_drained and load.pages_for(num_tokens) <= load.num_pages
+        if load.requests < rank_waiting and not load.is_drained and -(-num_tokens // load.page_tokens) <= load.num_pages
     ]
 
 
