@@ -201,20 +201,22 @@ class ExpertSide:
         self._awaited += 1
         if self.is_stopped:
             return  # submitted before that was known, and no step of the group any more
-        if self.membership is None or group.membership != self.membership.number:
-            self._start(group.membership)
+        number, step, actives, park, stop = group
+        if self.membership is None or number != self.membership.number:
+            self._start(number)
         elif self.is_broken:
-            raise LocalProtocolError(f"step {group.step} of membership {group.membership} is after its end")
+            raise LocalProtocolError(f"step {step} of membership {number} is after its end")
         assert self.membership is not None
-        if group.step != self._next_step:
+        if step != self._next_step:
             raise LocalProtocolError(
-                f"step {group.step} of membership {group.membership} follows step {self._next_step - 1}: one was missed"
+                f"step {step} of membership {number} follows step {self._next_step - 1}: one was missed"
             )
         self._next_step += 1
-        self._parking.on_result(group)
-        self.is_stopped = self.is_stopped or group.stop
-        at = (group.membership, group.step)
-        for switch, active in zip(self._switches, group.active, strict=True):
+        if park:
+            self._parking.on_park(number, step)
+        self.is_stopped = stop
+        at = (number, step)
+        for switch, active in zip(self._switches, actives, strict=True):
             switch.on_result(at, active, self.membership, self._awaited)
 
     def _start(self, number: int) -> None:

@@ -390,7 +390,7 @@ class Running:
             slabs=self._slab[slots],
             pages=pages,
             sampling=sampling,
-            tables=self._tables[slots, : self._width[slots].max(initial=0)],
+            tables=self._tables[slots, : np.maximum.reduce(self._width[slots], initial=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
             said=tuple([each.said for each in sequences]) if self._num_said else (),
         )

@@ -141,10 +141,10 @@ class Auditor:
             if ticket.is_checked and not gauges_due:
                 continue
             ticket.is_checked = True
-            plan = ticket.plan
+            plan, rows = ticket.plan, len(ticket.columns.positions)
             ids = sum([chunk.num_tokens for chunk in plan.chunks]) if plan.chunks else 0
-            if len(plan.rows) > self._decode_rows or ids > self._chunk_tokens:
-                raise Violation("bounds", f"{life.name}: step {plan.step} has {len(plan.rows)} rows and {ids} ids")
+            if rows > self._decode_rows or ids > self._chunk_tokens:
+                raise Violation("bounds", f"{life.name}: step {plan.step} has {rows} rows and {ids} ids")
             if gauges_due:
                 assert isinstance(side, DecodeSide | PrefillSide)
                 for chunk in plan.chunks:
@@ -154,7 +154,7 @@ class Auditor:
                         self._check_named(life, plan.step, chunk.base.slab, open_page, side.arena)
                     if chunk.keep >= 0:
                         self._check_named(life, plan.step, chunk.keep, (), side.arena)
-                roster = plan.columns.roster
+                roster = ticket.columns.roster
                 for slab, pages in zip(roster.slabs.tolist(), roster.pages, strict=True):
                     self._check_named(life, plan.step, slab, pages, side.arena)
 

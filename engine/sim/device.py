@@ -92,7 +92,9 @@ class _Cast:
         self.mixes: Words = np.zeros(len(sampling), np.uint32)
         if any(map(_TEMPERATURE, sampling)):
             self.mixes[:] = [seed_mix(each) for each in sampling]
-        self.masked = [row for row, least in enumerate(map(_MIN_TOKENS, sampling)) if least]
+        self.masked: list[int] = []
+        if any(map(_MIN_TOKENS, sampling)):
+            self.masked = [row for row, least in enumerate(map(_MIN_TOKENS, sampling)) if least]
 
 
 class SimDevice:
@@ -584,7 +586,7 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
             tables[slab, :count] for slab, count in zip(slab_ids[begun].tolist(), index[begun].tolist(), strict=True)
         ]
         is_wrong[begun] |= _find_broken(page_words, histories, chain[begun], first.info.page_tokens)
-    if is_wrong.any():
+    if b"\x01" in is_wrong.tobytes():  # a quarter of what `any` costs
         at = int(is_wrong.argmax())
         step = bisect.bisect_right(bounds, at) - 1
         row = steps[step][1][at - bounds[step]]

@@ -227,10 +227,11 @@ class SimGroup:
         for part, counter in enumerate(self._counters):
             table = circle.arrived[0].experts.tables[part][circle.active[part]]
             pairs = counter.count(rows, table.placement, self._now())
-            most, mean = float(pairs.max(axis=1).sum()), float(pairs.sum()) / len(circle.living)
+            most = float(np.add.reduce(np.maximum.reduce(pairs, axis=1)))
+            mean = float(np.add.reduce(pairs, axis=None)) / len(circle.living)
             spent += shape.pair_s * (mean if shape.is_perfect else most)
             lost += 0.0 if shape.is_perfect else shape.pair_s * (most - mean)
-            of_place = pairs.sum(axis=0).tolist()
+            of_place = np.add.reduce(pairs, axis=0).tolist()
             for seat in circle.arrived:
                 seat.experts.pairs[part] += of_place[seat.place]
                 seat.experts.expert_us[part] += 1e6 * shape.pair_s * of_place[seat.place]
@@ -270,7 +271,8 @@ class SimGroup:
                 circle.seats.pop(seat.place, None)
                 seat.circle = None
                 self._enter(seat)
-            self.arrive(seat)
+            if seat.device.queue:
+                self.arrive(seat)
 
     def _wait_for_stopped(self, circle: Circle, now: float) -> bool:
         """False if the step can not end yet: a member is stopped in the middle of it."""
