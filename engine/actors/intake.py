@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import trio
 
+from engine.actors.bell import Bell
 from engine.core.effects import StartCopy
 from engine.core.plan import StepResult
 from engine.core.prefill import PushFailure
@@ -151,7 +152,7 @@ class Inbox:
     def __init__(self, capacity: int = INBOX_FACTS) -> None:
         self._facts: list[Fact] = []
         self._capacity = capacity
-        self._news = trio.lowlevel.ParkingLot()
+        self._news = Bell()
         self._room = trio.lowlevel.ParkingLot()
         self._alarm = trio.CancelScope()
         self._due = math.inf
@@ -167,8 +168,7 @@ class Inbox:
 
     def ring(self) -> None:
         """Wakes the taker, whether there is a fact or not."""
-        if self._news:
-            self._news.unpark_all()
+        self._news.ring()
 
     async def put_frame(self, fact: HeadFrame | PeerFrame) -> None:
         """Adds a frame of another process, once there is room."""
@@ -191,7 +191,7 @@ class Inbox:
     async def wait(self) -> None:
         """Until there is a fact to take, or somebody rings, as the alarm does."""
         if not self._facts:
-            await self._news.park()
+            await self._news.wait()
 
     async def run_alarm(self) -> None:
         """Rings when it is time. A task of its own: a cancel scope for each `wait` would cost more than the wait."""
@@ -199,7 +199,7 @@ class Inbox:
             with self._alarm:
                 await trio.sleep_forever()
             self._alarm, self._due = trio.CancelScope(), math.inf
-            self._news.unpark_all()
+            self._news.ring()
 
 
 async def run_head(head: FrameStream, inbox: Inbox, tell_pairs: Callable[[PeerUp | PeerDown], Awaitable[None]]) -> None:

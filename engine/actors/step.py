@@ -17,6 +17,7 @@ from typing import Protocol
 
 import trio
 
+from engine.actors.bell import Bell
 from engine.actors.intake import (
     DeviceFailed,
     Fact,
@@ -86,11 +87,6 @@ class Garbage:
         self.steps = 0
         self._is_own = is_own
 
-    def look(self) -> None:
-        """Steps are queued: collects if the last time was long ago."""
-        if self.steps >= COLLECT_STEPS:
-            self._collect()
-
     async def wait(self, inbox: Inbox, side: Side, *, is_idle: bool) -> None:
         """Waits for input; at idle it collects, and has the side count its memory, where that costs nothing."""
         if is_idle and self.steps:
@@ -99,10 +95,11 @@ class Garbage:
             if not rest.cancelled_caught:
                 return
             side.check()
-            self._collect()
+            self.collect()
         await inbox.wait()
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Now; `steps` counts anew."""
         if self._is_own:
             gc.collect()
         self.steps = 0
@@ -116,17 +113,16 @@ class Tickets:
 
     def __init__(self) -> None:
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._news = trio.lowlevel.ParkingLot()
+        self._news = Bell()
 
     def put(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
-        if self._news:
-            self._news.unpark_all()
+        self._news.ring()
 
     async def wait(self) -> Ticket:
         """The oldest; a checkpoint only where there is none yet."""
         while not self._waiting:
-            await self._news.park()
+            await self._news.wait()
         return self._waiting.popleft()
 
 
@@ -244,12 +240,12 @@ class StepLoop:
                 group.carry_out()
             if not group.has_rows:
                 meters.last_step_us = None
-            self._is_over = group.is_over(is_drained=side.is_drained)
+            self._is_over = side.is_drained and group.is_over(is_drained=True)
         elif not submitted_us:
             meters.last_step_us = None
             self._is_over = side.is_drained
-        if submitted_us:
-            self._garbage.look()
+        if submitted_us and self._garbage.steps >= COLLECT_STEPS:
+            self._garbage.collect()
 
     def _set_alarm(self) -> None:
         deadline_us = self._side.next_deadline_us

@@ -284,8 +284,11 @@ class DecodeSide:
         frame = self._emitted.take(self._step)
         if frame is not None:
             scores = self._scored.take(self._step)
-            outbox[:0] = *self._started, *(() if scores is None else (ToHead(*scores),)), ToHead(*frame)
-            self._started.clear()
+            if outbox or self._started or scores is not None:
+                outbox[:0] = *self._started, *(() if scores is None else (ToHead(*scores),)), ToHead(*frame)
+                self._started.clear()
+            else:
+                outbox.append(ToHead(*frame))
         if self._prompts:
             outbox[:0] = self._prompts
             self._prompts = []

@@ -17,6 +17,7 @@ device's to know as well.
 from __future__ import annotations
 
 import functools
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -219,9 +220,11 @@ class Running:
         if self._num_endless <= 0:
             is_full = following >= limits
             may_end = is_full if may_end is None else may_end | is_full
+        told = tokens.tobytes()
         for end in eos_ids:
-            is_end = tokens == end
-            if b"\x01" in is_end.tobytes():  # a fifth of what `any` costs
+            # Where its bytes are, it may be; to search them takes a third of the time of a comparison.
+            if end.to_bytes(4, sys.byteorder, signed=True) in told:
+                is_end = tokens == end
                 may_end = is_end if may_end is None else may_end | is_end
         if may_end is not None:
             for row in np.flatnonzero(may_end).tolist():

@@ -82,6 +82,10 @@ class Circle:
         self.finishers: list[Seat] | None = None
         self.stalled_since: float | None = None
         self.ends_at = 0.0
+        places = len(membership.members)
+        self.pairs = [np.zeros(places) for _ in membership.parts]
+        self.expert_us = [np.zeros(places) for _ in membership.parts]
+        """By part and place: for the members to take, see `SimExperts.count_in`."""
         self.sound_at = -1.0
         """When all slots were last looked at, under the epochs that are active."""
 

@@ -24,12 +24,12 @@ from typing import Protocol
 import numpy as np
 import trio
 
+from engine.actors.bell import Bell
 from engine.core.effects import Stretch
 from engine.core.pact import GroupStep
 from engine.core.plan import Base, DecodeRow, DecodeRows, PrefillChunk, Roster, StepPlan, StepResult
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError
 from engine.ports import DeviceInfo, ExpertSlots
-from engine.sim.bell import Bell
 from engine.sim.costs import FlatCosts
 from engine.sim.drafting import Drafting, is_drafting
 from engine.sim.pool import Pool

@@ -9,6 +9,7 @@ next membership. Who is stopped or stuck is waited for, and accused when `exchan
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -24,6 +25,8 @@ from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
 
 At = Callable[..., None]
 """`Clock.at`."""
+_make_words: Callable[[tuple[object, ...]], Words] = functools.partial(tuple.__new__, Words)
+"""For half of what its own constructor takes."""
 PARTLY = 0.5
 """Share of deaths in a step's middle after which each survivor may have what it needs all the same."""
 
@@ -93,6 +96,7 @@ class SimGroup:
             return
         circle.seats[seat.place] = seat
         seat.circle = circle
+        seat.experts.count_in(circle.pairs, circle.expert_us, seat.place)
         if len(circle.seats) == len(circle.living):
             circle.is_met = True
             for each in [circle.seats[place] for place in circle.living]:
@@ -144,13 +148,13 @@ class SimGroup:
         plan = ticket.plan
         rows = passes = 0
         seat.step_rows = None
-        if not plan.is_empty:
+        if plan.chunks or len(ticket.columns.positions):
             passes = 1
             seat.step_rows, rows = self._count_rows(seat, ticket)
         experts = seat.experts
         join = experts.joined if experts.joined > circle.number else circle.number
-        seat.words = Words(
-            seat.generation, rows, passes, plan.idle, join, int(plan.stop), plan.drafts, experts.ready
+        seat.words = _make_words(
+            (seat.generation, rows, passes, plan.idle, join, int(plan.stop), plan.drafts, experts.ready)
         )
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):
@@ -222,7 +226,8 @@ class SimGroup:
     def _count_pairs(self, circle: Circle) -> float:
         """Expert time of the step: layer by layer, the fullest rank's."""
         shape, meters = self.shape, self.meters
-        rows = np.add.reduce([seat.step_rows for seat in circle.arrived if seat.step_rows is not None], axis=0)
+        counts = [seat.step_rows for seat in circle.arrived if seat.step_rows is not None]
+        rows = np.add.reduce(np.concatenate(counts).reshape(len(counts), -1), axis=0)
         spent = lost = 0.0
         for part, counter in enumerate(self._counters):
             table = circle.arrived[0].experts.tables[part][circle.active[part]]
@@ -231,10 +236,9 @@ class SimGroup:
             mean = float(np.add.reduce(pairs, axis=None)) / len(circle.living)
             spent += shape.pair_s * (mean if shape.is_perfect else most)
             lost += 0.0 if shape.is_perfect else shape.pair_s * (most - mean)
-            of_place = np.add.reduce(pairs, axis=0).tolist()
-            for seat in circle.arrived:
-                seat.experts.pairs[part] += of_place[seat.place]
-                seat.experts.expert_us[part] += 1e6 * shape.pair_s * of_place[seat.place]
+            of_place = np.add.reduce(pairs, axis=0)
+            circle.pairs[part] += of_place
+            circle.expert_us[part] += 1e6 * shape.pair_s * of_place
         meters.num_steps += 1
         meters.lost_us += 1e6 * lost
         second = int(self._now())
@@ -306,7 +310,7 @@ class SimGroup:
             return False
         if rows is not None and seat.words is not None:
             self.auditor.count_rows(seat, seat.words.rows)
-            experts.rows += rows
+            experts.add_rows(rows)
             experts.steps += 1
         seat.last_step = (done.membership, done.step)
         self.latch(seat, agreed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import struct
 import zlib
@@ -31,11 +30,12 @@ class Trace:
         self._show = show
         self.shown: list[str] = []
         self.num_events = 0
-        self.kinds: collections.Counter[str] = collections.Counter()
+        self.kinds: dict[str, int] = {}
+        """How many events there were of each kind."""
 
     def add(self, now: float, kind: str, what: str, detail: int = 0) -> None:
         """One event at virtual time `now`. `detail` is a checksum or a count, 32 bits of it."""
-        self.kinds[kind] += 1
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
         pending = self._pending
         pending += _EVENT.pack(now, detail & 0xFFFFFFFF)
         pending += what.encode()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import trio
 
-from engine.sim.bell import Bell
+from engine.actors.bell import Bell
 from engine.sim.clock import Clock
 
 WINDOW_BYTES = 256 << 10
