@@ -112,7 +112,7 @@ _RULES = {
     )
     for cls, kind in MESSAGE_TO_KIND.items()
 }
-SHORT_META = 128
+SHORT_META = 256
 """Bytes of a meta in which nothing can be as long, or nested as deeply, as msgpack's caps forbid."""
 _RING_BYTES = 128 << 10
 _BLOB_FIRST_BYTES = 256 << 10
