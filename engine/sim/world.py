@@ -557,26 +557,26 @@ class World:
             del self._pairs[name]
 
     def _tap(self, name: str, data: bytes) -> None:
-        total = self._sums.get(name)
-        if total is not None:  # as a rule; no pair is among them while it is one
-            self.trace.add(self.clock.now, "frame", name, total(data))
+        look = self._sums.get(name)
+        if look is not None:  # as a rule; no pair is among them while it is one
+            self.trace.add(self.clock.now, "frame", name, look(data))
             return
         pair = self._pairs.get(name)
         if pair is None:
             if self.outside is not None:
                 return  # nobody compares runs there
             hides = self.groups is not None and "head#" in name
-            total = self._sums[name] = StreamSum().feed if hides else zlib.crc32
-            self.trace.add(self.clock.now, "frame", name, total(data))
+            look = self._sums[name] = StreamSum().feed if hides else zlib.crc32
+            self.trace.add(self.clock.now, "frame", name, look(data))
             return
         sender, receiver, reader = pair
         reader.feed(data)
         for frame in reader.take():
             # Greetings carry addresses of this process's memory, which no seed repeats.
-            is_greeting = isinstance(frame.message, PeerHello | PeerWelcome)
-            blob = b"" if is_greeting else bytes(frame.blob)
-            self.trace.add(self.clock.now, "frame", f"{name} {type(frame.message).__name__}", zlib.crc32(blob))
-            self.auditor.pair_frame(sender, receiver, frame.message, frame.blob)
+            message, blob = frame
+            total = 0 if isinstance(message, PeerHello | PeerWelcome) else zlib.crc32(blob)
+            self.trace.add(self.clock.now, "frame", f"{name} {type(message).__name__}", total)
+            self.auditor.pair_frame(sender, receiver, message, blob)
 
     def _landing(self, writer: str, target: str, blocks: Any) -> None:
         self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))
