@@ -248,6 +248,7 @@ class Running:
         Raises:
             LocalProtocolError: a sequence that has not come to its end got nothing.
         """
+        self._note_planned()
         self._note_counted()
         slots, sequences = lineup.slots, lineup.sequences
         tokens, counts = brought.tokens, brought.counts

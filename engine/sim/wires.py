@@ -33,7 +33,10 @@ class WireSpeed:
 
 
 class Post:
-    """Deliveries of many wires that are due at one tick: a single event of the clock for all of them, in order."""
+    """Deliveries of many wires that are due at one tick: a single event of the clock for all of them, in order.
+
+    It comes at the place of the first of them among what the clock has planned for that instant.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
