@@ -213,7 +213,7 @@ class ExpertSide:
             )
         self._next_step += 1
         if park:
-            self._parking.on_park(number, step)
+            self._parking.on_result(group)
         self.is_stopped = stop
         at = (number, step)
         for switch, active in zip(self._switches, actives, strict=True):

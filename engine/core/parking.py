@@ -12,6 +12,7 @@ itself, since all others do. One with rows submits them and asks the head to wak
 
 from __future__ import annotations
 
+from engine.core.pact import GroupStep
 from engine.core.plan import IDLE_STEP, StepPlan
 from transport.messages import AskWake
 
@@ -60,9 +61,11 @@ class Parking:
             self._idle += 1
         return StepPlan(IDLE_STEP, (), (), idle=self._idle, stop=stop)
 
-    def on_park(self, membership: int, step: int) -> None:
-        """A step was awaited that agreed on a park."""
-        at = (membership, step)
+    def on_result(self, group: GroupStep) -> None:
+        """A step was awaited."""
+        if not group.park:
+            return
+        at = (group.membership, group.step)
         if at != (self._park[0], self._park[1] + 1):
             self._park = at
             self._has_asked = False
