@@ -73,7 +73,7 @@ class FrameStream:
         self.name = name
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
-        self._send_now = stream.send_now if isinstance(stream, SendsNow) else None
+        self._send_now = stream.send_now if self._socket is None and isinstance(stream, SendsNow) else None
         self._reader = FrameReader(accepts)
         self._out: collections.deque[memoryview] = collections.deque()
         self._out_bytes = 0
@@ -135,10 +135,11 @@ class FrameStream:
             LocalProtocolError: see `encode_frame`.
         """
         buffers = encode_frame(message, blob)
-        self._check_open()
-        size = 0
-        for buffer in buffers:
-            size += buffer.nbytes
+        if self._closing or self._broken is not None:
+            self._check_open()
+        size = len(buffers[0])
+        if len(buffers) > 1:
+            size += len(buffers[1])
         if self._out_bytes + size > self._out_limit:
             raise self._overflow()
         self._append(buffers, size)
@@ -167,7 +168,13 @@ class FrameStream:
             self._send_turn.release()
 
     def _append(self, buffers: list[memoryview], size: int) -> None:
-        sent = self._write_now(buffers) if self._is_idle else 0
+        sent = 0
+        if self._is_idle:
+            # What the stream takes without a wait: nothing is before this frame.
+            if self._send_now is not None:
+                sent = self._send_now(b"".join(buffers))
+            elif self._socket is not None:
+                sent = self._write_now(self._socket, buffers)
         if sent == size:
             return
         self._out.extend(buffers)
@@ -176,16 +183,11 @@ class FrameStream:
             self._drop_sent(sent)
         self._wake()
 
-    def _write_now(self, buffers: list[memoryview]) -> int:
-        """What the stream takes without a wait, of a frame that nothing is before."""
-        if self._socket is not None:
-            try:
-                return os.writev(self._socket.fileno(), buffers)
-            except OSError:
-                return 0  # it takes none now, or is broken: the writer finds out
-        if self._send_now is not None:
-            return self._send_now(buffers[0].tobytes() if len(buffers) == 1 else b"".join(buffers))
-        return 0
+    def _write_now(self, socket: trio.socket.SocketType, buffers: list[memoryview]) -> int:
+        try:
+            return os.writev(socket.fileno(), buffers)
+        except OSError:
+            return 0  # it takes none now, or is broken: the writer finds out
 
     def _wake(self) -> None:
         if self._is_idle:

@@ -11,7 +11,7 @@ arrive, not with what the header claims.
 
 from __future__ import annotations
 
-import collections
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -112,7 +112,7 @@ _RULES = {
     )
     for cls, kind in MESSAGE_TO_KIND.items()
 }
-SHORT_META = 128
+SHORT_META = 256
 """Bytes of a meta in which nothing can be as long, or nested as deeply, as msgpack's caps forbid."""
 _RING_BYTES = 128 << 10
 _BLOB_FIRST_BYTES = 256 << 10
@@ -127,6 +127,10 @@ class Frame(NamedTuple):
 
     message: Message
     blob: memoryview
+
+
+_make_frame: Callable[[tuple[Message, memoryview]], Frame] = functools.partial(tuple.__new__, Frame)
+"""For half of what its own constructor takes."""
 
 
 def _refuse_ext(code: int, data: bytes) -> NoReturn:
@@ -177,7 +181,9 @@ def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
     _encoder.encode_into(message, head, HEADER.size)
     meta_len = len(head) - HEADER.size
     body = memoryview(blob) if blob else _NO_BLOB
-    blob_len = body.nbytes
+    if type(blob) is not bytes:
+        body = body.cast("B")
+    blob_len = len(body)
     if (
         meta_len > meta_limit
         or blob_len > blob_limit
@@ -188,7 +194,7 @@ def encode_frame(message: Message, blob: Buffer = b"") -> list[memoryview]:
     HEADER.pack_into(head, 0, meta_len, blob_len, kind, FRAME_VERSION, 0)
     if blob_len == 0:
         return [memoryview(head)]
-    return [memoryview(head), body.cast("B")]
+    return [memoryview(head), body]
 
 
 def _check_lengths(cls: type[Message], meta_len: int, blob_len: int) -> str | None:
@@ -236,7 +242,7 @@ class FrameReader:
         # A blob too large for what is left of the ring has a buffer of its own.
         self._blob: bytearray | None = None
         self._blob_have = 0
-        self._ready: collections.deque[Frame] = collections.deque()
+        self._ready: list[Frame] = []
         self._violation: str | None = None
         self._lent = self._view[:0]
 
@@ -250,7 +256,7 @@ class FrameReader:
         rest = memoryview(data) if isinstance(data, bytes) else memoryview(data).cast("B")
         if self._lo == self._hi and self._cls is None and self._blob is None and self._violation is None:
             try:
-                taken = self._take_whole(rest, 0, rest.nbytes)
+                taken = self._take_whole(rest, 0, rest.nbytes, is_ring=not isinstance(data, bytes))
                 if taken == rest.nbytes:
                     return
                 rest = rest[taken:]
@@ -300,7 +306,7 @@ class FrameReader:
             self._hi += n
         try:
             if self._cls is None and self._violation is None:
-                self._lo = self._take_whole(self._view, self._lo, self._hi)
+                self._lo = self._take_whole(self._view, self._lo, self._hi, is_ring=True)
             while self._violation is None and self._advance():
                 pass
         except RemoteProtocolError as error:
@@ -313,29 +319,30 @@ class FrameReader:
             RemoteProtocolError: the peer broke the protocol; the connection must be dropped.
         """
         if self._ready:
-            return self._ready.popleft()
+            return self._ready.pop(0)
         self._raise_violation()
         return None
 
     def take(self) -> list[Frame]:
         """All complete frames; raises like `next()` only when there is none before the violation."""
-        if not self._ready:
+        frames = self._ready
+        if not frames:
             self._raise_violation()
             return []
-        frames = list(self._ready)
-        self._ready.clear()
+        self._ready = []
         return frames
 
     def _raise_violation(self) -> None:
         if self._violation is not None:
             raise RemoteProtocolError(self._violation)
 
-    def _take_whole(self, view: memoryview, at: int, end: int) -> int:
-        """Takes the frames that lie in `view[at:end]` from their first byte to their last; where they end."""
-        size = HEADER.size
+    def _take_whole(self, view: memoryview, at: int, end: int, *, is_ring: bool) -> int:
+        """Takes the frames that lie in `view[at:end]` from their first byte to their last; where they end. `is_ring`:
+        the view will have other bytes."""
+        size, kind_to_rule, most = HEADER.size, self._kind_to_rule, view.nbytes
         while end - at >= size:
             meta_len, blob_len, kind, version, flags = HEADER.unpack_from(view, at)
-            rule = self._kind_to_rule.get(kind)
+            rule = kind_to_rule.get(kind)
             if (
                 rule is None
                 or version != FRAME_VERSION
@@ -351,8 +358,15 @@ class FrameReader:
                 break
             message = _read_meta(rule, view[at + size : blob_at], blob_len)
             at = blob_at + blob_len
-            # One copy out of what will be used again, so that the frame outlives it.
-            self._ready.append(Frame(message, memoryview(bytes(view[blob_at:at])) if blob_len else _NO_BLOB))
+            if not blob_len:
+                blob = _NO_BLOB
+            elif is_ring or 2 * blob_len < most:
+                # One copy out of what will be used again, so that the frame outlives it; and out of what the frame
+                # would keep from being freed, where that is more than itself.
+                blob = memoryview(bytes(view[blob_at:at]))
+            else:
+                blob = view[blob_at:at]
+            self._ready.append(_make_frame((message, blob)))
         return at
 
     def _advance(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import trio
 
+from engine.actors.bell import Bell
 from engine.errors import RemoteProtocolError
 from transport.messages import TokensEmitted
 from transport.wire import BLOB_LIMITS
@@ -39,7 +39,7 @@ class Forwarder:
         self._behind: list[Callable[[], None]] = []
         self._num_bytes = 0
         self._is_running = False
-        self._news = trio.lowlevel.ParkingLot()
+        self._news = Bell()
 
     def add(self, rank: int, message: TokensEmitted, blob: bytes | memoryview) -> None:
         """A frame of a rank.
@@ -55,7 +55,7 @@ class Forwarder:
         if rank in self._waiting or self._num_bytes + len(blob) > _BLOB_LIMIT:
             self.flush()
         if not self._waiting:
-            self._news.unpark_all()
+            self._news.ring()
         self._waiting[rank] = message, blob
         self._num_bytes += len(blob)
 
@@ -98,7 +98,7 @@ class Forwarder:
             while True:
                 # Woken by the first frame of a turn, it runs in the next one: all of the turn are here then.
                 if not self._waiting:
-                    await self._news.park()
+                    await self._news.wait()
                 self.flush()
         finally:
             self._is_running = False

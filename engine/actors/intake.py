@@ -8,11 +8,13 @@ since each is bounded by what was started.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import trio
 
+from engine.actors.bell import Bell
 from engine.core.effects import StartCopy
 from engine.core.plan import StepResult
 from engine.core.prefill import PushFailure
@@ -150,9 +152,10 @@ class Inbox:
     def __init__(self, capacity: int = INBOX_FACTS) -> None:
         self._facts: list[Fact] = []
         self._capacity = capacity
-        self._news = trio.lowlevel.ParkingLot()
+        self._news = Bell()
         self._room = trio.lowlevel.ParkingLot()
         self._alarm = trio.CancelScope()
+        self._due = math.inf
 
     def put(self, fact: Fact) -> None:
         """Adds a fact that this process made itself; never waits."""
@@ -165,8 +168,7 @@ class Inbox:
 
     def ring(self) -> None:
         """Wakes the taker, whether there is a fact or not."""
-        if self._news:
-            self._news.unpark_all()
+        self._news.ring()
 
     async def put_frame(self, fact: HeadFrame | PeerFrame) -> None:
         """Adds a frame of another process, once there is room."""
@@ -183,21 +185,21 @@ class Inbox:
 
     def set_alarm(self, due: float) -> None:
         """When the taker is woken at the latest, a trio time."""
-        if self._alarm.deadline != due:
-            self._alarm.deadline = due
+        if self._due != due:
+            self._due = self._alarm.deadline = due
 
     async def wait(self) -> None:
         """Until there is a fact to take, or somebody rings, as the alarm does."""
         if not self._facts:
-            await self._news.park()
+            await self._news.wait()
 
     async def run_alarm(self) -> None:
         """Rings when it is time. A task of its own: a cancel scope for each `wait` would cost more than the wait."""
         while True:
             with self._alarm:
                 await trio.sleep_forever()
-            self._alarm = trio.CancelScope()
-            self._news.unpark_all()
+            self._alarm, self._due = trio.CancelScope(), math.inf
+            self._news.ring()
 
 
 async def run_head(head: FrameStream, inbox: Inbox, tell_pairs: Callable[[PeerUp | PeerDown], Awaitable[None]]) -> None:

@@ -103,6 +103,8 @@ class Lockstep:
         copies: trio.MemorySendChannel[StartCopy],
         head: FrameStream,
     ) -> None:
+        self.effects = experts.outbox
+        """What `carry_out` would do."""
         self._experts = experts
         self._slots = slots
         self._members = members
@@ -160,7 +162,7 @@ class Lockstep:
         """The step to submit: the side's, an empty one, or none."""
         chosen = self._experts.plan(plan, is_drained=is_drained)
         if chosen is not None:
-            has_rows = not chosen.is_empty
+            has_rows = chosen.step != IDLE_STEP
             self._in_flight.append(has_rows)
             self._num_rows += has_rows
         return chosen

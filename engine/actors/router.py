@@ -503,8 +503,11 @@ class Router:
 
     def _dispatch(self) -> None:
         """Places waiting requests, strictly in their order, as long as ranks may take more."""
-        self._place_all()
-        self._pace.note_line(trio.current_time(), is_empty=self._backlog.first() is None)
+        if self._backlog.first() is not None:
+            self._place_all()
+        is_empty = self._backlog.first() is None
+        # When a line is empty does not matter, and to ask for the time costs more than all else here.
+        self._pace.note_line(0.0 if is_empty else trio.current_time(), is_empty=is_empty)
 
     def _place_all(self) -> None:
         while True:

@@ -92,10 +92,10 @@ class RowTable:
             return Split([], 0)
         is_plain = rows == tokens and bytes(blob[16 * rows : 20 * rows]) == _ONE * rows
         is_sound = is_plain or (int(count.min()) >= 1 and int(count.sum(dtype=np.int64)) == tokens)
-        if not is_sound or int(numbers.min()) < 0:
+        if not is_sound or int(np.minimum.reduce(numbers)) < 0:
             raise RemoteProtocolError(f"TokensEmitted of {rows} rows: counts do not add up to {tokens} tokens")
         slots = numbers & _SLOT_MASK
-        if int(slots.max()) >= len(self._number):
+        if int(np.maximum.reduce(slots)) >= len(self._number):
             raise RemoteProtocolError("TokensEmitted names a request that the head never numbered")
         live = (self._number[slots] == numbers) & (self._attempt[slots] == attempt)
         clients = self._client[slots]
@@ -103,7 +103,7 @@ class RowTable:
         if b"\x00" not in (live & (clients == clients[0])).tobytes():
             self._generated[slots] = index + count
             renumbered = self._request[slots].astype("<i8", copy=False).tobytes()
-            parts.append((int(clients[0]), message, renumbered + bytes(blob[8 * rows :])))
+            parts.append((int(clients[0]), message, b"".join((renumbered, blob[8 * rows :]))))
         else:
             token = np.frombuffer(blob, "<i4", tokens, _ROW_BYTES * rows)
             token_row = np.repeat(np.arange(rows), count)

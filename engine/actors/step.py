@@ -17,6 +17,7 @@ from typing import Protocol
 
 import trio
 
+from engine.actors.bell import Bell
 from engine.actors.intake import (
     DeviceFailed,
     Fact,
@@ -86,11 +87,6 @@ class Garbage:
         self.steps = 0
         self._is_own = is_own
 
-    def look(self) -> None:
-        """Steps are queued: collects if the last time was long ago."""
-        if self.steps >= COLLECT_STEPS:
-            self._collect()
-
     async def wait(self, inbox: Inbox, side: Side, *, is_idle: bool) -> None:
         """Waits for input; at idle it collects, and has the side count its memory, where that costs nothing."""
         if is_idle and self.steps:
@@ -99,10 +95,11 @@ class Garbage:
             if not rest.cancelled_caught:
                 return
             side.check()
-            self._collect()
+            self.collect()
         await inbox.wait()
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Now; `steps` counts anew."""
         if self._is_own:
             gc.collect()
         self.steps = 0
@@ -116,17 +113,16 @@ class Tickets:
 
     def __init__(self) -> None:
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._news = trio.lowlevel.ParkingLot()
+        self._news = Bell()
 
     def put(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
-        if self._news:
-            self._news.unpark_all()
+        self._news.ring()
 
     async def wait(self) -> Ticket:
         """The oldest; a checkpoint only where there is none yet."""
         while not self._waiting:
-            await self._news.park()
+            await self._news.wait()
         return self._waiting.popleft()
 
 
@@ -157,6 +153,8 @@ class StepLoop:
         self._tickets = Tickets()
         self._submitted_us: collections.deque[int] = collections.deque()
         self._is_over = False
+        self._due = math.inf
+        """When the alarm rings, microseconds: the side's next deadline as of the end of the last turn."""
 
     async def run(self) -> None:
         """Takes turns until it was told to drain, everything is answered, and its group has agreed to stop.
@@ -170,7 +168,7 @@ class StepLoop:
             self._turn()
             if not self._is_over:
                 self._set_alarm()
-                is_idle = not self._submitted_us and self._side.next_deadline_us is None
+                is_idle = not self._submitted_us and self._due == math.inf
                 await self._garbage.wait(self._inbox, self._side, is_idle=is_idle)
 
     async def run_waiter(self) -> None:
@@ -200,7 +198,7 @@ class StepLoop:
         side, group, meters, submitted_us = self._side, self._group, self._meters, self._submitted_us
         now_us = _now_us()
         for fact in self._inbox.take():
-            if isinstance(fact, StepDone):
+            if type(fact) is StepDone:
                 if group is None or group.take_result(fact.result):
                     _measure(meters, fact.result, submitted_us, now_us)
                     side.apply(fact.result, now_us)
@@ -214,11 +212,10 @@ class StepLoop:
                 if isinstance(fact, HeadFrame):
                     _foresee(self._device, fact.message)
                 _handle(side, fact, self._links, now_us)
-        deadline_us = side.next_deadline_us
-        if deadline_us is not None and deadline_us <= now_us:
+        if self._due <= now_us:
             side.expire(now_us)
         side.settle(now_us)
-        if group is not None:
+        if group is not None and group.effects:
             _settle_group(group, side, self._head)
         while len(submitted_us) < QUEUED_STEPS:
             plan = side.plan(now_us)
@@ -239,19 +236,21 @@ class StepLoop:
         if self._audit is not None:
             self._audit(side)
         if group is not None:
-            group.carry_out()
+            if group.effects:
+                group.carry_out()
             if not group.has_rows:
                 meters.last_step_us = None
-            self._is_over = group.is_over(is_drained=side.is_drained)
+            self._is_over = side.is_drained and group.is_over(is_drained=True)
         elif not submitted_us:
             meters.last_step_us = None
             self._is_over = side.is_drained
-        if submitted_us:
-            self._garbage.look()
+        if submitted_us and self._garbage.steps >= COLLECT_STEPS:
+            self._garbage.collect()
 
     def _set_alarm(self) -> None:
         deadline_us = self._side.next_deadline_us
-        self._inbox.set_alarm(math.inf if deadline_us is None else deadline_us / 1e6 + 1e-6)
+        self._due = due = math.inf if deadline_us is None else deadline_us
+        self._inbox.set_alarm(due / 1e6 + 1e-6)
 
 
 def _settle_group(group: Lockstep, side: Side, head: FrameStream) -> None:
@@ -323,9 +322,11 @@ def _carry_out(
     readings: trio.MemorySendChannel[ReadBack],
 ) -> None:
     for effect in effects:
+        if type(effect) is ToHead:  # as a rule
+            message, blob = effect
+            head.post(message, blob)
+            continue
         match effect:
-            case ToHead(message, blob):
-                head.post(message, blob)
             case ToPeer(link, message, blob):
                 links.post(link, message, blob)
             case StartPush():

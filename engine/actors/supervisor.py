@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -322,7 +323,7 @@ class Supervisor:
 
     async def _converse(self, row: Row, link: FrameStream) -> None:
         try:
-            await run_link(link, lambda frames: self._take(row, frames))
+            await run_link(link, functools.partial(self._take, row))
         except EngineError as error:
             row.end(str(error))
         row.end("closed its control stream")
@@ -391,6 +392,9 @@ class Supervisor:
 
     def _take(self, row: Row, frames: list[Frame]) -> None:
         row.heard_at = trio.current_time()
+        if len(frames) == 1 and type(frames[0].message) is TokensEmitted and row.ready is not None:
+            self._router.rank_frames(row.rank, frames)  # nearly all that a rank says
+            return
         about_requests, about_group = [], []
         for frame in frames:
             message = frame.message

@@ -64,8 +64,7 @@ class Arena:
         """
         self.pages.check()
         self.slabs.check()
-        held_pages: set[int] = set()
-        held_slabs: set[int] = set()
+        held_pages, held_slabs = bytearray(self.pages.total), bytearray(self.slabs.total)
         num_held = 0
         for pages, slab, state, more, more_state in holdings:
             parts = [(self.pages, held_pages, pages, state)]
@@ -74,14 +73,16 @@ class Arena:
             if slab >= 0:
                 parts.append((self.slabs, held_slabs, (slab,), state))
             for pool, held, units, wanted in parts:
-                if not held.isdisjoint(units):
-                    twice = next(unit for unit in units if unit in held)
-                    raise LocalProtocolError(f"{pool.what} {twice} is held twice")
-                held.update(units)
-                num_held += len(units)
-                other = pool.find_other(units, wanted)
+                runs = Runs.of(units)
+                other = pool.find_other(runs, wanted)
                 if other is not None:
                     raise LocalProtocolError(f"{pool.what} {other} is {pool.state_of(other).name}, not {wanted.name}")
+                for run in runs.ranges:
+                    twice = held.find(1, run.start, run.stop)
+                    if twice >= 0:
+                        raise LocalProtocolError(f"{pool.what} {twice} is held twice")
+                    held[run.start : run.stop] = b"\x01" * len(run)
+                num_held += len(runs)
         used = self.pages.total - self.pages.num_free + self.slabs.total - self.slabs.num_free
         if used != num_held:
             raise LocalProtocolError(f"{used} pages and slabs are in use, {num_held} are held")

@@ -216,6 +216,22 @@ class DecodeSide:
 
     def settle(self, now_us: int) -> None:
         """Grants pages to the requests that wait for them, in order, as far as they go. Call before planning."""
+        is_short = bool(self._waiting) and self._grant_waiting(now_us)
+        if not self.arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
+            if self._fence.is_on_guard:
+                self._fence.rest()
+            return
+        for writer, num_pages in self._fence.look(
+            self.arena,
+            self._epochs.values(),
+            is_short=is_short,
+            is_linked=lambda rank: self._peers.link_to(rank) is not None,
+            now_us=now_us,
+        ):
+            self._outbox.append(ToHead(WriterOverdue(*writer, pages=num_pages)))
+
+    def _grant_waiting(self, now_us: int) -> bool:
+        """Grants as far as pages go; whether they did not go far enough."""
         granted: list[Sequence] = []
         is_short = False
         for sequence in self._waiting:
@@ -233,17 +249,7 @@ class DecodeSide:
             granted.append(sequence)
         for sequence in granted:
             self._move(sequence, DecodeEvent.ROOM)
-        if not self.arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
-            self._fence.rest()
-            return
-        for writer, num_pages in self._fence.look(
-            self.arena,
-            self._epochs.values(),
-            is_short=is_short,
-            is_linked=lambda rank: self._peers.link_to(rank) is not None,
-            now_us=now_us,
-        ):
-            self._outbox.append(ToHead(WriterOverdue(*writer, pages=num_pages)))
+        return is_short
 
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when no sequence can be moved on."""
@@ -278,8 +284,11 @@ class DecodeSide:
         frame = self._emitted.take(self._step)
         if frame is not None:
             scores = self._scored.take(self._step)
-            outbox[:0] = *self._started, *(() if scores is None else (ToHead(*scores),)), ToHead(*frame)
-            self._started.clear()
+            if outbox or self._started or scores is not None:
+                outbox[:0] = *self._started, *(() if scores is None else (ToHead(*scores),)), ToHead(*frame)
+                self._started.clear()
+            else:
+                outbox.append(ToHead(*frame))
         if self._prompts:
             outbox[:0] = self._prompts
             self._prompts = []

@@ -64,6 +64,7 @@ class ExpertSide:
         membership: whose steps are awaited; None before the first.
         is_broken: a member of it is lost, and the next one is not joined.
         is_stopped: all ranks of the group said that nothing is left to do.
+        outbox: what `take_outbox` would return; the same list for ever.
     """
 
     def __init__(self, rank: int, generation: int, parts: Sequence[PartInfo]) -> None:
@@ -72,8 +73,8 @@ class ExpertSide:
         self.is_stopped = False
         self._rank, self._generation = rank, generation
         self._parts = tuple(parts)
-        self._outbox: list[ExpertEffect] = []
-        self._switches = [Switch(part, info, self._outbox) for part, info in enumerate(parts)]
+        self.outbox: list[ExpertEffect] = []
+        self._switches = [Switch(part, info, self.outbox) for part, info in enumerate(parts)]
         self._parking = Parking()
         self._named: Membership | None = None
         self._prepared = 0
@@ -127,19 +128,19 @@ class ExpertSide:
         if (self._rank, self._generation) not in [(member.rank, member.generation) for member in membership.members]:
             raise RemoteProtocolError(f"membership {number} is named without life {self._generation} of {self._rank}")
         self._named = membership
-        self._outbox.append(Prepare(membership))
+        self.outbox.append(Prepare(membership))
 
     def on_prepared(self, number: int) -> None:
         """The device has what a membership asks for; it counts unless another one was named meanwhile."""
         if self._named is not None and number == self._named.number:
             self._prepared = number
-            self._outbox.append(ToHead(GroupPrepared(self._rank, self._generation, number)))
+            self.outbox.append(ToHead(GroupPrepared(self._rank, self._generation, number)))
 
     def _on_join(self, number: int) -> None:
         if number != self._prepared or self._named is None or number != self._named.number:
             raise RemoteProtocolError(f"membership {number} is to be joined, prepared is {self._prepared}")
         self._joining[number] = self._named
-        self._outbox.append(Join(number))
+        self.outbox.append(Join(number))
 
     def _on_prepare(self, message: PrepareEpoch, blob: memoryview) -> None:
         if self.membership is None:
@@ -168,7 +169,7 @@ class ExpertSide:
         if plan is not None:
             question = self._parking.note_rows(step)
             if question is not None:
-                self._outbox.append(ToHead(question))
+                self.outbox.append(ToHead(question))
         elif not self.is_stopped and (self.membership is not None or self._joining):
             plan = self._parking.plan_idle(step, has_reason=self._has_reason(), stop=is_drained)
         self._submitted += plan is not None
@@ -200,20 +201,22 @@ class ExpertSide:
         self._awaited += 1
         if self.is_stopped:
             return  # submitted before that was known, and no step of the group any more
-        if self.membership is None or group.membership != self.membership.number:
-            self._start(group.membership)
+        number, step, actives, park, stop = group
+        if self.membership is None or number != self.membership.number:
+            self._start(number)
         elif self.is_broken:
-            raise LocalProtocolError(f"step {group.step} of membership {group.membership} is after its end")
+            raise LocalProtocolError(f"step {step} of membership {number} is after its end")
         assert self.membership is not None
-        if group.step != self._next_step:
+        if step != self._next_step:
             raise LocalProtocolError(
-                f"step {group.step} of membership {group.membership} follows step {self._next_step - 1}: one was missed"
+                f"step {step} of membership {number} follows step {self._next_step - 1}: one was missed"
             )
         self._next_step += 1
-        self._parking.on_result(group)
-        self.is_stopped = self.is_stopped or group.stop
-        at = (group.membership, group.step)
-        for switch, active in zip(self._switches, group.active, strict=True):
+        if park:
+            self._parking.on_result(group)
+        self.is_stopped = stop
+        at = (number, step)
+        for switch, active in zip(self._switches, actives, strict=True):
             switch.on_result(at, active, self.membership, self._awaited)
 
     def _start(self, number: int) -> None:
@@ -226,7 +229,7 @@ class ExpertSide:
         self._parking.start()
         for switch, part in zip(self._switches, joined.parts, strict=True):
             switch.start(part.epoch, joined.place_of(self._rank))
-        self._outbox.append(ToHead(GroupJoined(self._rank, self._generation, number)))
+        self.outbox.append(ToHead(GroupJoined(self._rank, self._generation, number)))
 
     # ------------------------------------------------------------ losses
 
@@ -237,7 +240,7 @@ class ExpertSide:
                 for member in membership.members:
                     if member.rank == error.rank:
                         accused = PeerAccused(error.rank, member.generation, error.membership, error.step, error.why)
-                        self._outbox.append(ToHead(accused))
+                        self.outbox.append(ToHead(accused))
         if not self.is_broken:
             self.is_broken = True
             for switch in self._switches:
@@ -255,6 +258,6 @@ class ExpertSide:
 
     def take_outbox(self) -> list[ExpertEffect]:
         """All effects since the last call, in order."""
-        taken = self._outbox.copy()
-        self._outbox.clear()
+        taken = self.outbox.copy()
+        self.outbox.clear()
         return taken

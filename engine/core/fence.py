@@ -37,12 +37,14 @@ class Fence:
         self._accused: set[Writer] = set()
         self.next_us: int | None = None
         """When to look again, if nothing happens until then."""
+        self.is_on_guard = False
+        """It has looked since it was told to rest."""
 
     def rest(self) -> None:
         """Nothing is in quarantine."""
-        if self._accused or self.next_us is not None:
-            self._accused.clear()
-            self.next_us = None
+        self._accused.clear()
+        self.next_us = None
+        self.is_on_guard = False
 
     def look(
         self,
@@ -61,6 +63,7 @@ class Fence:
             is_linked: whether a prefill rank has a pair stream.
         """
         self.next_us = None
+        self.is_on_guard = True
         if not arena.slabs.count(PageState.QUARANTINED):
             self.rest()
             return []

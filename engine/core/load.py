@@ -82,7 +82,8 @@ class LoadWindow:
         if loads.counts.shape != self._counts.shape[1:]:
             raise ValueError(f"loads of shape {loads.counts.shape} in a window of {self._counts.shape[1:]}")
         decay = 0.5 ** (loads.steps / self._half_lives)
-        self._counts = self._counts * decay[:, None, None] + loads.counts
+        self._counts *= decay[:, None, None]
+        self._counts += loads.counts
         self._steps = self._steps * decay + loads.steps
         self.total_steps += loads.steps
         self._expected = None

@@ -54,6 +54,7 @@ of `handoff` see to that."""
 
 
 _MARKS = tuple(bytes((state,)) for state in PageState)
+_STATES = tuple(PageState)
 
 
 class PagePool:
@@ -78,7 +79,7 @@ class PagePool:
         return self._counts[PageState.FREE]
 
     def state_of(self, unit: int) -> PageState:
-        return PageState(self._states[unit])
+        return _STATES[self._states[unit]]
 
     def find(self, units: Iterable[int], state: PageState) -> int | None:
         """The first of `units` in that state."""
@@ -159,7 +160,7 @@ class PagePool:
         end = -1
         in_runs = 0
         for first, length in zip(self._run_firsts, self._run_lengths, strict=True):
-            if first <= end or length < 1 or any(self._states[first : first + length]):
+            if first <= end or length < 1 or self._states.count(PageState.FREE, first, first + length) != length:
                 raise LocalProtocolError(f"{self.what}s: free run [{first}, {first + length}) is wrong")
             end = first + length
             in_runs += length

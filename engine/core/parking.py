@@ -39,7 +39,7 @@ class Parking:
         """A step with rows is submitted as that one of the group. The question to the head that it needs, once per
         park."""
         self._idle = 0
-        if not self._is_beyond(step) or self._has_asked:
+        if not self.is_parked or not self._is_beyond(step) or self._has_asked:
             return None
         self._has_asked = True
         return AskWake(*self._park)

@@ -97,7 +97,7 @@ def choose_pair(
             sound = [sink for sink in sinks if (source.rank, sink.rank) not in broken]
             if sound:
                 return Pair(prefill=source.rank, decode=min(sound, key=decode_cost).rank)
-    return Pair(prefill=min(sources, key=prefill_cost).rank, decode=min(sinks, key=decode_cost).rank)
+    return Pair(prefill=min(map(prefill_cost, sources))[-1], decode=min(map(decode_cost, sinks))[-1])
 
 
 def _list_open(loads: Iterable[RankLoad], num_tokens: int, rank_waiting: int) -> list[RankLoad]:
@@ -105,7 +105,7 @@ def _list_open(loads: Iterable[RankLoad], num_tokens: int, rank_waiting: int) ->
     return [
         load
         for load in loads
-        if load.requests < rank_waiting and not load.is_drained and load.pages_for(num_tokens) <= load.num_pages
+        if load.requests < rank_waiting and not load.is_drained and -(-num_tokens // load.page_tokens) <= load.num_pages
     ]
 
 

@@ -16,6 +16,9 @@ device's to know as well.
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +32,8 @@ from engine.errors import LocalProtocolError
 from transport.messages import FinishReason, Sampling
 
 _FIRST_SLOTS = 16
+# As arrays: a number would be made one for each sum, which costs more than the sum.
+_ONE, _ONE_INT32 = np.array(1, np.int64), np.array(1, np.int32)
 
 
 class Running:
@@ -71,11 +76,19 @@ class Running:
         self._lineup: Lineup | None = None
         # Of the present lineup: submitted steps that are not awaited; steps until a row of it is planned to its end.
         self._num_ahead = self._num_left = 0
+        # And where its rows stand in the next step, and how many steps were planned that `planned` does not show yet:
+        # as long as nobody drafts, each moves all rows by one.
+        self._positions = np.zeros(0, np.int64)
+        self._num_unplanned = 0
         # Submitted steps that may verify drafts.
         self._num_drafting = 0
         # Of the lineup of the step awaited last: awaited steps in which no row of it comes to its limit.
         self._awaited: Lineup | None = None
         self._num_endless = 0
+        # And the places of the next tokens, the last ones, and how many of each row `count` and `token` do not show.
+        self._indices = np.zeros(0, np.int32)
+        self._last_tokens = np.zeros(0, np.int32)
+        self._num_uncounted = 0
 
     def join(self, sequence: Sequence) -> None:
         """It runs from now on: `count` tokens are there, and `next_token` is the last of them."""
@@ -99,12 +112,14 @@ class Running:
         self._num_said += bool(sequence.said)
         self.sequences[sequence.key] = self._open[slot] = sequence
         self._open_pages[slot], self._open_sampling[slot] = sequence.pages, sequence.sampling
-        self._lineup = None
+        self._drop_lineup()
 
     def leave(self, sequence: Sequence) -> None:
         """It runs no longer. `count` is what it came to, and `steps` the submitted steps that still name its memory."""
         del self.sequences[sequence.key]
         self._num_said -= bool(sequence.said)
+        self._note_planned()
+        self._note_counted()
         slot = sequence.slot
         sequence.count = int(self._count[slot])
         sequence.steps = int(self._planned[slot]) - sequence.count
@@ -114,7 +129,7 @@ class Running:
         self._fresh.pop(slot, None)
         # As a rule it was planned to its end, and the present lineup is without it already.
         if self._close(slot):
-            self._lineup = None
+            self._drop_lineup()
         if sequence.steps:
             self._num_gone += 1
         else:
@@ -123,6 +138,7 @@ class Running:
     @property
     def can_plan(self) -> bool:
         """Whether a step would have a row."""
+        self._note_planned()
         return any(self._planned[sequence.slot] < sequence.limit for sequence in self.sequences.values())
 
     def plan(self, most: int) -> tuple[Lineup, DecodeRows, int] | None:
@@ -131,29 +147,34 @@ class Running:
         slots = lineup.slots
         if not len(slots):
             return None
-        planned = self._planned[slots]
+        if self._drafts:  # its rows do not move alike
+            self._positions = lineup.bases + self._planned[slots]
         for row, minimum in lineup.minima:
-            if planned[row] >= minimum:
+            if self._positions[row] - lineup.bases[row] >= minimum:
                 lineup = self._renew(most)
                 break
         if self._num_ahead:
             tokens = lineup.unknown
         else:
-            tokens = np.where(planned > self._count[slots], -1, self._token[slots])
-        rows = DecodeRows(lineup.roster, lineup.bases + planned, tokens)
+            self._note_planned()
+            self._note_counted()
+            tokens = np.where(self._planned[slots] > self._count[slots], -1, self._token[slots])
+        rows = DecodeRows(lineup.roster, self._positions, tokens)
         drafts = 0
         if self._drafts:
+            self._planned[slots] += 1
             if self._num_drafting:
                 rows.positions = np.where(tokens < 0, -1, rows.positions)
             if len(slots) <= self._draft_rows:
                 drafts = self._drafts
                 self._num_drafting += 1
-        planned += 1
-        self._planned[slots] = planned
+        else:
+            self._positions = self._positions + _ONE  # a new one: the rows' does not change any more
+            self._num_unplanned += 1
         self._num_ahead += 1
         self._num_left -= 1
         if self._num_left <= 0:
-            self._lineup = None
+            self._drop_lineup()
         return lineup, rows, drafts
 
     def apply(
@@ -168,25 +189,27 @@ class Running:
         slots, limits, may_stop, sequences = lineup.slots, lineup.limits, lineup.may_stop, lineup.sequences
         requests, attempts = lineup.roster.requests, lineup.attempts
         released: list[Sequence] = []
-        count = self._count[slots]
-        indices = count.astype(np.int32)
-        count += 1
-        self._count[slots] = count
-        self._token[slots] = tokens
         if lineup is self._lineup:
             self._num_ahead -= 1
         if lineup is not self._awaited:
+            self._note_counted()
             self._awaited = lineup
+            count = self._count[slots]
+            self._indices = count.astype(np.int32)
             self._num_endless = int(np.minimum.reduce(limits - count))  # half of what `min` costs
-        else:
-            self._num_endless -= 1
+        indices = self._indices
+        self._indices = following = indices + _ONE_INT32
+        self._last_tokens = tokens
+        self._num_uncounted += 1
+        self._num_endless -= 1
         if self._num_gone:
+            self._note_counted()  # before a slot of them is another's
             is_gone = [self.sequences.get(sequence.key) is not sequence for sequence in sequences]
             if any(is_gone):
                 released = [s for s, gone in zip(sequences, is_gone, strict=True) if gone and self._count_off(s)]
                 kept = np.flatnonzero(~np.array(is_gone))
                 requests, attempts, indices = requests[kept], attempts[kept], indices[kept]
-                count, tokens = count[kept], tokens[kept]
+                following, tokens = following[kept], tokens[kept]
                 limits, may_stop = limits[kept], None if may_stop is None else may_stop[kept]
                 sequences = tuple(sequences[row] for row in kept.tolist())
                 scores = None if scores is None else keep_rows(scores, kept)
@@ -195,17 +218,19 @@ class Running:
             new.fresh = self._take_fresh(sequences)
         may_end = may_stop
         if self._num_endless <= 0:
-            is_full = count >= limits
+            is_full = following >= limits
             may_end = is_full if may_end is None else may_end | is_full
+        told = tokens.tobytes()
         for end in eos_ids:
-            is_end = tokens == end
-            if b"\x01" in is_end.tobytes():  # a fifth of what `any` costs
+            # Where its bytes are, it may be; to search them takes a third of the time of a comparison.
+            if end.to_bytes(4, sys.byteorder, signed=True) in told:
+                is_end = tokens == end
                 may_end = is_end if may_end is None else may_end | is_end
         if may_end is not None:
             for row in np.flatnonzero(may_end).tolist():
                 sequence = sequences[row]
                 sampling = sequence.reserve.sampling
-                reason = judge_token(int(tokens[row]), int(count[row]), sequence.limit, sampling, eos_ids)
+                reason = judge_token(int(tokens[row]), int(following[row]), sequence.limit, sampling, eos_ids)
                 if reason is not None:
                     new.ended.append((sequence, reason))
         return new
@@ -223,6 +248,8 @@ class Running:
         Raises:
             LocalProtocolError: a sequence that has not come to its end got nothing.
         """
+        self._note_planned()
+        self._note_counted()
         slots, sequences = lineup.slots, lineup.sequences
         tokens, counts = brought.tokens, brought.counts
         accepted = np.maximum(counts - 1, 0)
@@ -268,7 +295,7 @@ class Running:
             # Some may have come to their end, which a plan without them shows sooner than the device.
             self._num_left = int((self._lineup.limits - self._planned[self._lineup.slots]).min())
             if self._num_left <= 0:
-                self._lineup = None
+                self._drop_lineup()
         # Who left is not among the fresh any more.
         fresh = self._take_fresh(sequences) if self._fresh else []
         return NewTokens(
@@ -318,20 +345,46 @@ class Running:
 
     def _renew(self, most: int) -> Lineup:
         """A new lineup, which is the present one from now on."""
+        self._drop_lineup()
         lineup = self._lineup = self._line_up(most)
-        left = lineup.limits - self._planned[lineup.slots]
+        planned = self._planned[lineup.slots]
+        left = lineup.limits - planned
+        self._positions = lineup.bases + planned
         self._num_ahead, self._num_left = 0, int(np.minimum.reduce(left)) if len(left) else 0
         return lineup
 
+    def _drop_lineup(self) -> None:
+        """The next step has another one."""
+        self._note_planned()
+        self._lineup = None
+
+    def _note_planned(self) -> None:
+        """Brings `planned` up to date."""
+        if self._num_unplanned:
+            assert self._lineup is not None
+            self._planned[self._lineup.slots] += self._num_unplanned
+            self._num_unplanned = 0
+
+    def _note_counted(self) -> None:
+        """Brings `count` and `token` up to date."""
+        if self._num_uncounted:
+            assert self._awaited is not None
+            slots = self._awaited.slots
+            self._count[slots] += self._num_uncounted
+            self._token[slots] = self._last_tokens
+            self._num_uncounted = 0
+
     def _line_up(self, most: int) -> Lineup:
-        slots = np.array(list(self._open), np.int64)
+        slots = np.fromiter(self._open, np.int64, len(self._open))
         is_open = self._planned[slots] < self._limit[slots]
         if b"\x00" in is_open.tobytes():
             for slot in slots[~is_open].tolist():
                 self._close(slot)
             slots = slots[is_open]
         slots, sequences = slots[:most], tuple(self._open.values())[:most]
-        for row in np.flatnonzero(self._least[slots]).tolist():
+        least = self._least[slots]
+        may_wait = np.count_nonzero(least) > 0  # a quarter of what `flatnonzero` costs
+        for row in np.flatnonzero(least).tolist() if may_wait else ():
             sequence, slot = sequences[row], int(slots[row])
             sequence.sampling = self._open_sampling[slot] = sampling_at(sequence.sampling, int(self._planned[slot]))
             self._least[slot] = sequence.sampling.min_tokens
@@ -341,11 +394,11 @@ class Running:
             slabs=self._slab[slots],
             pages=pages,
             sampling=sampling,
-            tables=self._tables[slots, : self._width[slots].max(initial=0)],
+            tables=self._tables[slots, : np.maximum.reduce(self._width[slots], initial=0)],
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
             said=tuple([each.said for each in sequences]) if self._num_said else (),
         )
-        may_stop, least = self._may_stop[slots], self._least[slots]
+        may_stop, least = self._may_stop[slots], self._least[slots] if may_wait else least
         return Lineup(
             slots=slots,
             roster=roster,
@@ -354,8 +407,8 @@ class Running:
             bases=self._base[slots],
             limits=self._limit[slots],
             may_stop=may_stop if b"\x01" in may_stop.tobytes() else None,
-            minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]),
-            unknown=np.full(len(slots), -1, np.int64),
+            minima=tuple([(row, int(least[row])) for row in np.flatnonzero(least).tolist()]) if may_wait else (),
+            unknown=_unknown(len(slots)),
         )
 
     def _close(self, slot: int) -> bool:
@@ -373,6 +426,14 @@ class Running:
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))
         self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _unknown(rows: int) -> Ints:
+    """So many tokens that the host does not know."""
+    tokens = np.full(rows, -1, np.int64)
+    tokens.flags.writeable = False
+    return tokens
 
 
 def _find_end(

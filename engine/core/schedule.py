@@ -150,11 +150,7 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
     told = result.row_tokens if result.row_counts is None else result.row_counts
     if num_rows != len(told) or len(flight.chunks) != len(result.chunk_tokens):
         raise LocalProtocolError(f"step {result.step}: result does not have a token per row and chunk")
-    applied = Applied(
-        [],
-        None,
-        chunk_scores=result.chunk_scores,
-    )
+    applied = Applied([], None, result.chunk_scores)
     if result.target_scores:
         applied.target_scores = tuple([(flight.chunks[chunk][0], scores) for chunk, scores in result.target_scores])
     for (prompt, num_ids, is_last), sampled in zip(flight.chunks, result.chunk_tokens, strict=True):
@@ -164,7 +160,8 @@ def apply_result(state: Schedule, result: StepResult, limits: StepLimits) -> App
         prompt.computed += num_ids
         applied.chunks.append((prompt, sampled, num_ids, is_last))
     if flight.lineup is not None:
-        tokens = np.array(result.row_tokens, np.int32)
+        told = result.row_tokens
+        tokens = np.frombuffer(told, np.int32) if type(told) is memoryview else np.array(told, np.int32)
         if flight.drafts:
             state.running.end_drafting()
         if result.row_counts is None:

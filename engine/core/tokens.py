@@ -41,6 +41,9 @@ class TokenBuffer:
     def __init__(self) -> None:
         self._columns: list[Columns] = []
         self._singles: list[tuple[int, int, int, int]] = []
+        # Of the last plain frame, which the next one has too as long as the same requests have tokens.
+        self._requests, self._attempts = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        self._head = self._ones = b""
 
     def add(self, key: tuple[int, int], index: int, token: int) -> None:
         """`index` is the token's place in the completion; tokens of a request are added in order."""
@@ -55,6 +58,8 @@ class TokenBuffer:
     def take(self, step: int) -> tuple[TokensEmitted, bytes] | None:
         """The frame, and an empty buffer after it; None when there is nothing to say."""
         is_plain = not self._singles and len(self._columns) == 1
+        if is_plain and self._columns[0][3] is None and sys.byteorder == "little":
+            return self._take_plain(step)
         self._join_singles()
         if not self._columns:
             return None
@@ -81,6 +86,18 @@ class TokenBuffer:
             )
         )
         return TokensEmitted(step, num_rows, len(tokens)), blob
+
+    def _take_plain(self, step: int) -> tuple[TokensEmitted, bytes] | None:
+        """Where there is one token for each of different requests."""
+        requests, attempts, indices, _, tokens = self._columns.pop()
+        if requests is not self._requests or attempts is not self._attempts:
+            self._requests, self._attempts = requests, attempts
+            self._head, self._ones = requests.tobytes() + attempts.tobytes(), _ONE * len(requests)
+        num_rows = len(requests)
+        if num_rows == 0:
+            return None
+        blob = b"".join((self._head, indices.tobytes(), self._ones, tokens.tobytes()))
+        return TokensEmitted(step, num_rows, num_rows), blob
 
     def _join_singles(self) -> None:
         if self._singles:

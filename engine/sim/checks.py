@@ -141,10 +141,10 @@ class Auditor:
             if ticket.is_checked and not gauges_due:
                 continue
             ticket.is_checked = True
-            plan = ticket.plan
+            plan, rows = ticket.plan, len(ticket.columns.positions)
             ids = sum([chunk.num_tokens for chunk in plan.chunks]) if plan.chunks else 0
-            if len(plan.rows) > self._decode_rows or ids > self._chunk_tokens:
-                raise Violation("bounds", f"{life.name}: step {plan.step} has {len(plan.rows)} rows and {ids} ids")
+            if rows > self._decode_rows or ids > self._chunk_tokens:
+                raise Violation("bounds", f"{life.name}: step {plan.step} has {rows} rows and {ids} ids")
             if gauges_due:
                 assert isinstance(side, DecodeSide | PrefillSide)
                 for chunk in plan.chunks:
@@ -154,7 +154,7 @@ class Auditor:
                         self._check_named(life, plan.step, chunk.base.slab, open_page, side.arena)
                     if chunk.keep >= 0:
                         self._check_named(life, plan.step, chunk.keep, (), side.arena)
-                roster = plan.columns.roster
+                roster = ticket.columns.roster
                 for slab, pages in zip(roster.slabs.tolist(), roster.pages, strict=True):
                     self._check_named(life, plan.step, slab, pages, side.arena)
 
@@ -193,8 +193,8 @@ class Auditor:
                 epoch = self._find(receiver, message.epoch)
                 if epoch is not None:
                     span = epoch.blocks[message.first : message.first + message.count]
-                    missing = [block for block in span if block not in epoch.landed]
-                    if missing:
+                    if not epoch.landed.issuperset(span):
+                        missing = [block for block in span if block not in epoch.landed]
                         raise Violation("commit-data", f"{sender.name} told of pages {missing} before they landed")
                     epoch.told += message.count
             case PrefillCommitted():
@@ -216,15 +216,16 @@ class Auditor:
         books.used.add(message.epoch)
         blocks = (*memoryview(bytes(blob)).cast("i").tolist(), books.num_pages + message.slab)
         epoch = books.open[message.epoch] = Epoch(message.epoch, message.request, writer, blocks)
-        for block in blocks:
-            other = books.block_to_epoch.get(block)
-            if other is not None:
-                raise Violation(
-                    "quarantine",
-                    f"{sender.name} grants block {block} as epoch {epoch.number} to {writer.name}, but it is still in"
-                    f" epoch {other.number} of {other.writer.name}",
-                )
-            books.block_to_epoch[block] = epoch
+        taken = books.block_to_epoch
+        if len(set(blocks)) < len(blocks) or not taken.keys().isdisjoint(blocks):
+            block = next(block for at, block in enumerate(blocks) if block in taken or block in blocks[:at])
+            other = taken.get(block, epoch)
+            raise Violation(
+                "quarantine",
+                f"{sender.name} grants block {block} as epoch {epoch.number} to {writer.name}, but it is still in"
+                f" epoch {other.number} of {other.writer.name}",
+            )
+        taken.update(dict.fromkeys(blocks, epoch))
 
     def _committed(self, sender: Life, receiver: Life, message: PrefillCommitted) -> None:
         books = self._books.get(receiver)
@@ -233,8 +234,8 @@ class Auditor:
         epoch = books.open.get(message.epoch)
         if epoch is None:
             raise Violation("commit-once", f"{sender.name} commits epoch {message.epoch}, which is not open")
-        missing = [block for block in epoch.blocks if block not in epoch.landed]
-        if missing:
+        if not epoch.landed.issuperset(epoch.blocks):
+            missing = [block for block in epoch.blocks if block not in epoch.landed]
             raise Violation(
                 "commit-data", f"{sender.name} commits epoch {epoch.number}, but blocks {missing} never landed"
             )
@@ -265,9 +266,10 @@ class Auditor:
         if books is None:
             return
         self.num_landings += 1
+        taken = books.block_to_epoch
         for block in blocks:
-            epoch = books.block_to_epoch.get(block)
-            if epoch is None or epoch.writer != writer:
+            epoch = taken.get(block)
+            if epoch is None or (epoch.writer is not writer and epoch.writer != writer):
                 owner = "no open epoch" if epoch is None else f"epoch {epoch.number} of {epoch.writer.name}"
                 raise Violation("late-write", f"{writer.name} writes block {block} of {target.name}, which is {owner}")
             epoch.landed.add(block)

@@ -82,6 +82,10 @@ class Circle:
         self.finishers: list[Seat] | None = None
         self.stalled_since: float | None = None
         self.ends_at = 0.0
+        places = len(membership.members)
+        self.pairs = [np.zeros(places) for _ in membership.parts]
+        self.expert_us = [np.zeros(places) for _ in membership.parts]
+        """By part and place: for the members to take, see `SimExperts.count_in`."""
         self.sound_at = -1.0
         """When all slots were last looked at, under the epochs that are active."""
 
@@ -121,7 +125,8 @@ class Seat:
         self.group.join(self)
 
     def submitted(self) -> None:
-        self.group.arrive(self)
+        if not self.is_arrived or self.stopped is not None:
+            self.group.arrive(self)
 
     def leave(self) -> None:
         self.group.leave(self)

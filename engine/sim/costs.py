@@ -64,9 +64,10 @@ class RooflineCosts:
     has_experts: bool = False
 
     def __call__(self, plan: StepPlan) -> float:
-        rows = len(plan.rows)
+        positions = plan.columns.positions
+        rows = len(positions)
         ids = rows * (1 + plan.drafts)
-        context = int(np.add.reduce(plan.columns.positions)) if rows else 0  # half of what `sum` costs
+        context = int(np.add.reduce(positions)) if rows else 0  # half of what `sum` costs
         for chunk in plan.chunks:
             ids += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + chunk.num_tokens // 2)

@@ -22,9 +22,11 @@ _PLACE = struct.Struct("<qq")
 def is_drafting(plan: StepPlan) -> bool:
     """Its rows may bring several tokens, or none, or are where only the device knows."""
     rows = plan.rows
+    if plan.drafts > 0:
+        return len(rows) > 0
     if not isinstance(rows, DecodeRows) or rows.roster.ends is None:
-        return plan.drafts > 0 and len(rows) > 0
-    return len(rows) > 0 and (plan.drafts > 0 or bool((rows.positions < 0).any()))
+        return False
+    return len(rows) > 0 and bool((rows.positions < 0).any())
 
 
 class Drafting:

@@ -204,10 +204,15 @@ class PairCounter:
         As a multinomial law has it for many rows, for a fraction of its cost.
         """
         shares, total = self._gate.shares(now), int(rows.sum())
-        mean = np.tensordot(rows * float(self._chosen), shares, axes=1)
-        noisy = np.maximum(mean + np.sqrt(mean) * rng.standard_normal(mean.shape), 0.01 * mean)
-        ends = noisy.cumsum(axis=1)
+        mean = np.dot((rows * float(self._chosen))[None], shares.reshape(len(shares), -1)).reshape(shares.shape[1:])
+        # In place: new memory for each step of it would take as long as what is reckoned.
+        ends = rng.standard_normal(mean.shape)
+        ends *= np.sqrt(mean)
+        ends += mean
+        mean *= 0.01
+        np.maximum(ends, mean, out=ends)
+        np.cumsum(ends, axis=1, out=ends)
         ends *= self._chosen * total / ends[:, -1:]
-        drawn: Ints = np.rint(ends).astype(np.int64)
+        drawn: Ints = np.rint(ends, out=ends).astype(np.int64)
         drawn[:, 1:] -= drawn[:, :-1].copy()
         return drawn

@@ -9,6 +9,7 @@ next membership. Who is stopped or stuck is waited for, and accused when `exchan
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -18,12 +19,14 @@ from engine.core.pact import Agreement, GroupStep, Words, agree
 from engine.core.plan import StepPlan
 from engine.errors import DeviceError, GroupBroken
 from engine.sim.circle import Circle, GroupMeters, GroupRules, Seat
-from engine.sim.device import run_together
+from engine.sim.device import SimTicket, run_together
 from engine.sim.expertchecks import ExpertAuditor
 from engine.sim.gating import ExpertShape, Gate, PairCounter, find_domains
 
 At = Callable[..., None]
 """`Clock.at`."""
+_make_words: Callable[[tuple[object, ...]], Words] = functools.partial(tuple.__new__, Words)
+"""For half of what its own constructor takes."""
 PARTLY = 0.5
 """Share of deaths in a step's middle after which each survivor may have what it needs all the same."""
 
@@ -93,6 +96,7 @@ class SimGroup:
             return
         circle.seats[seat.place] = seat
         seat.circle = circle
+        seat.experts.count_in(circle.pairs, circle.expert_us, seat.place)
         if len(circle.seats) == len(circle.living):
             circle.is_met = True
             for each in [circle.seats[place] for place in circle.living]:
@@ -142,14 +146,15 @@ class SimGroup:
             return
         seat.is_arrived, seat.since = True, now
         plan = ticket.plan
-        is_empty, rows = plan.is_empty, 0
+        rows = passes = 0
         seat.step_rows = None
-        if not is_empty:
-            seat.step_rows, rows = self._count_rows(seat, plan)
+        if plan.chunks or len(ticket.columns.positions):
+            passes = 1
+            seat.step_rows, rows = self._count_rows(seat, ticket)
         experts = seat.experts
         join = experts.joined if experts.joined > circle.number else circle.number
-        seat.words = Words(
-            seat.generation, rows, int(not is_empty), plan.idle, join, int(plan.stop), plan.drafts, experts.ready
+        seat.words = _make_words(
+            (seat.generation, rows, passes, plan.idle, join, int(plan.stop), plan.drafts, experts.ready)
         )
         circle.arrived.append(seat)
         if len(circle.arrived) == len(circle.living):
@@ -158,15 +163,16 @@ class SimGroup:
             circle.has_patience = True
             self._at(now + self.rules.exchange_s, self._look, circle)
 
-    def _count_rows(self, seat: Seat, plan: StepPlan) -> tuple[np.ndarray, int]:
+    def _count_rows(self, seat: Seat, ticket: SimTicket) -> tuple[np.ndarray, int]:
         """Rows of a step by domain, and all of them; counted once as long as the same sequences take part."""
+        plan, roster = ticket.plan, ticket.columns.roster
         if plan.chunks:
             counts = _rows_by_domain(plan, self.shape.domains)
             return counts, int(counts.sum())
-        roster = plan.columns.roster
-        if seat.counted is None or seat.counted[0] is not roster:
-            seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
-        return seat.counted[1:]
+        counted = seat.counted
+        if counted is None or counted[0] is not roster:
+            counted = seat.counted = (roster, _rows_by_domain(plan, self.shape.domains), len(plan.rows))
+        return counted[1], counted[2]
 
     def _look(self, circle: Circle) -> None:
         """Some have waited for others."""
@@ -220,18 +226,19 @@ class SimGroup:
     def _count_pairs(self, circle: Circle) -> float:
         """Expert time of the step: layer by layer, the fullest rank's."""
         shape, meters = self.shape, self.meters
-        rows = np.add.reduce([seat.step_rows for seat in circle.arrived if seat.step_rows is not None], axis=0)
+        counts = [seat.step_rows for seat in circle.arrived if seat.step_rows is not None]
+        rows = np.add.reduce(np.concatenate(counts).reshape(len(counts), -1), axis=0)
         spent = lost = 0.0
         for part, counter in enumerate(self._counters):
             table = circle.arrived[0].experts.tables[part][circle.active[part]]
             pairs = counter.count(rows, table.placement, self._now())
-            most, mean = float(pairs.max(axis=1).sum()), float(pairs.sum()) / len(circle.living)
+            most = float(np.add.reduce(np.maximum.reduce(pairs, axis=1)))
+            mean = float(np.add.reduce(pairs, axis=None)) / len(circle.living)
             spent += shape.pair_s * (mean if shape.is_perfect else most)
             lost += 0.0 if shape.is_perfect else shape.pair_s * (most - mean)
-            of_place = pairs.sum(axis=0).tolist()
-            for seat in circle.arrived:
-                seat.experts.pairs[part] += of_place[seat.place]
-                seat.experts.expert_us[part] += 1e6 * shape.pair_s * of_place[seat.place]
+            of_place = np.add.reduce(pairs, axis=0)
+            circle.pairs[part] += of_place
+            circle.expert_us[part] += 1e6 * shape.pair_s * of_place
         meters.num_steps += 1
         meters.lost_us += 1e6 * lost
         second = int(self._now())
@@ -268,7 +275,8 @@ class SimGroup:
                 circle.seats.pop(seat.place, None)
                 seat.circle = None
                 self._enter(seat)
-            self.arrive(seat)
+            if seat.device.queue:
+                self.arrive(seat)
 
     def _wait_for_stopped(self, circle: Circle, now: float) -> bool:
         """False if the step can not end yet: a member is stopped in the middle of it."""
@@ -302,7 +310,7 @@ class SimGroup:
             return False
         if rows is not None and seat.words is not None:
             self.auditor.count_rows(seat, seat.words.rows)
-            experts.rows += rows
+            experts.add_rows(rows)
             experts.steps += 1
         seat.last_step = (done.membership, done.step)
         self.latch(seat, agreed)

@@ -96,8 +96,9 @@ class EventClock(Clock):
 
         `call` must not block; what it raises ends the run.
         """
-        tick = math.ceil(when * TICKS_PER_S) / TICKS_PER_S if when < math.inf else when
-        heapq.heappush(self._heap, (tick, next(self._serial), call, args))
+        if when < math.inf:
+            when = math.ceil(when * TICKS_PER_S) / TICKS_PER_S
+        heapq.heappush(self._heap, (when, next(self._serial), call, args))
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         runner, heap = self._runner, self._heap

@@ -31,6 +31,7 @@ _NOTHING = -7
 """What a fresh or wiped slot holds: no expert's number, and not what EMPTY says either."""
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def _seal(part: int, keys: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
@@ -120,7 +121,8 @@ class SimExperts:
         active: by part, the epoch in force; empty before the first membership.
         ready: the ready words.
         assigned: by part and slot, the last epoch here that is to fill it: what was copied for an earlier one is late.
-        rows: by domain, rows of steps since the last report. pairs, expert_us: computed here since then.
+        rows: by domain, rows of steps since the last report, but those that `add_rows` has yet to add.
+        pairs, expert_us: by part, computed here since then, but what is in the sums of its circle.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class SimExperts:
         self.present: Membership | None = None
         self.rows = np.zeros(domains, np.int64)
         self.steps = 0
+        self._step_rows, self._num_alike = self.rows, 0
+        self._sums: tuple[list[Floats], list[Floats], int] = [], [], 0
         self.pairs = [0.0] * len(parts)
         self.expert_us = [0.0] * len(parts)
         self._seat = seat
@@ -225,6 +229,8 @@ class SimExperts:
     def read_loads(self) -> tuple[PartLoads, ...] | None:
         if not self.steps:
             return None
+        self.add_rows(None)
+        self._take_sums()
         told = []
         for part, memory in enumerate(self.memory):
             counts = self._draw_counts(part, self.rows)
@@ -238,6 +244,28 @@ class SimExperts:
         return tuple(told)
 
     # ------------------------------------------------------------ the group's clockwork
+
+    def count_in(self, pairs: list[Floats], expert_us: list[Floats], place: int) -> None:
+        """From now on its group counts for it there: by part, float64[places]."""
+        self._take_sums()
+        self._sums = pairs, expert_us, place
+
+    def _take_sums(self) -> None:
+        *sums, place = self._sums
+        for mine, theirs in zip((self.pairs, self.expert_us), sums, strict=True):
+            for part, column in enumerate(theirs):
+                mine[part] += float(column[place])
+                column[place] = 0.0
+
+    def add_rows(self, step_rows: Ints | None) -> None:
+        """Those of a step, by domain. While the same sequences take part they are one array, which is only counted."""
+        if step_rows is not self._step_rows:
+            self.rows += self._num_alike * self._step_rows
+            self._num_alike = 0
+            if step_rows is None:
+                return
+            self._step_rows = step_rows
+        self._num_alike += 1
 
     def find_prepared(self, number: int) -> Membership:
         return self._prepared[number]

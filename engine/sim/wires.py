@@ -1,8 +1,9 @@
 """Control streams between simulated processes: bytes that take time, may be held up, and end when a process dies.
 
 A Cable is a connection with two ends; each direction has latency, bandwidth and a window of unread bytes, delivers in
-order, and costs one clock event per delivery. What a process wrote before it died still arrives, then the end of the
-stream: as a kernel does it. Only for the clocks of `engine.sim`.
+order, and costs one clock event per delivery, or a share of one where wires deliver at ticks (see `Post`). What a
+process wrote before it died still arrives, then the end of the stream: as a kernel does it. Only for the clocks of
+`engine.sim`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 import trio
 
-from engine.sim.bell import Bell
+from engine.actors.bell import Bell
 from engine.sim.clock import Clock
 
 WINDOW_BYTES = 256 << 10
@@ -31,6 +32,30 @@ class WireSpeed:
     held_until: float = 0.0
 
 
+class Post:
+    """Deliveries of many wires that are due at one tick: a single event of the clock for all of them, in order.
+
+    It comes at the place of the first of them among what the clock has planned for that instant.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due: dict[float, list[Callable[[], None]]] = {}
+
+    def at(self, when: float, deliver: Callable[[], None]) -> None:
+        """As `Clock.at`."""
+        due = self._due.get(when)
+        if due is not None:
+            due.append(deliver)
+        else:
+            self._due[when] = [deliver]
+            self._clock.at(when, self._deliver, when)
+
+    def _deliver(self, when: float) -> None:
+        for deliver in self._due.pop(when):
+            deliver()
+
+
 class _Direction:
     """Bytes on their way from one end to the other."""
 
@@ -40,11 +65,13 @@ class _Direction:
         name: str,
         speed: WireSpeed,
         tap: Callable[[str, bytes], None],
-        is_coy: Callable[[], bool],
+        is_coy: Callable[[], bool] | None,
+        post: Post | None,
     ) -> None:
         self.name = name
         self.speed = speed
         self._clock = clock
+        self._at = clock.at if post is None else post.at
         self._tap = tap
         self._is_coy = is_coy
         self._flying: collections.deque[tuple[float, bytes]] = collections.deque()
@@ -61,8 +88,12 @@ class _Direction:
 
     def send_now(self, data: bytes) -> int:
         """All of it, or nothing: where the sender would wait, where this end is closed, or where it so pleases."""
-        is_open = not self.is_closed_by_writer and not self.is_closed_by_reader
-        if not is_open or self._num_bytes > WINDOW_BYTES or self._is_coy():
+        if (
+            self.is_closed_by_writer
+            or self.is_closed_by_reader
+            or self._num_bytes > WINDOW_BYTES
+            or (self._is_coy is not None and self._is_coy())
+        ):
             return 0
         self._begin(data)
         return len(data)
@@ -102,7 +133,7 @@ class _Direction:
     def _schedule(self) -> None:
         self._is_scheduled = True
         arrival, held_until = self._flying[0][0], self.speed.held_until
-        self._clock.at(arrival if arrival > held_until else held_until, self._deliver)
+        self._at(arrival if arrival > held_until else held_until, self._deliver)
 
     def _deliver(self) -> None:
         self._is_scheduled = False
@@ -114,25 +145,20 @@ class _Direction:
         if flying:
             self._schedule()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Nothing has arrived yet."""
-        return not self._arrived
-
-    async def wait(self) -> None:
-        """Until something has arrived."""
-        while not self._arrived:
+    async def receive(self, max_bytes: int | None = None) -> bytes:
+        """The oldest that has arrived, once something has; nothing at the end."""
+        arrived = self._arrived
+        if arrived:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        while not arrived:
             if self.is_closed_by_reader:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 raise trio.ClosedResourceError
             await self._reader.wait()
-
-    def take(self) -> bytes:
-        """The oldest that has arrived; nothing at the end."""
-        data = self._arrived[0]
+        data = arrived[0]
         if not data:
             return b""  # the end stays
-        self._arrived.popleft()
+        arrived.popleft()
         if self._num_bytes > WINDOW_BYTES:  # else no writer waits
             self._writers.unpark_all()
         self._num_bytes -= len(data)
@@ -161,23 +187,17 @@ class CableEnd(trio.abc.Stream):
 
     def __init__(self, out: _Direction, into: _Direction) -> None:
         self.out, self.into = out, into
+        # Called for each frame: without a call between.
+        self.send_now, self.receive_some = out.send_now, into.receive  # type: ignore[method-assign]
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await self.out.send(bytes(data))
-
-    def send_now(self, data: bytes) -> int:
-        return self.out.send_now(data)
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        into = self.into
-        if into.is_waiting:
-            await into.wait()
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        return into.take()
+        return await self.into.receive(max_bytes)
 
     async def aclose(self) -> None:
         self.cut()
@@ -199,16 +219,19 @@ def make_cable(
     other: str,
     speeds: tuple[WireSpeed, WireSpeed],
     tap: Callable[[str, bytes], None],
-    is_coy: Callable[[], bool] = lambda: False,
+    is_coy: Callable[[], bool] | None = None,
+    post: Post | None = None,
 ) -> tuple[CableEnd, CableEnd]:
     """Two connected ends, of the processes `one` and `other`.
 
     Args:
         tap: sees all bytes as they are sent.
-        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time.
+        is_coy: whether an end takes nothing without a wait this time, as a kernel's buffer may be full at any time;
+            None: never.
+        post: calls their deliveries; the clock itself without one.
     """
-    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy)
-    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy)
+    forth = _Direction(clock, f"{one}>{other}", speeds[0], tap, is_coy, post)
+    back = _Direction(clock, f"{other}>{one}", speeds[1], tap, is_coy, post)
     return CableEnd(forth, back), CableEnd(back, forth)
 
 

@@ -166,7 +166,7 @@ class PlainTexts:
 
     def find_kept(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these are kept here."""
-        most = int(places.max())
+        most = int(np.maximum.reduce(places))
         if most >= len(self._tries):
             self._grow(most + 1)
         return self._is_kept[places]
@@ -181,7 +181,7 @@ class PlainTexts:
         wanted, came = draw_many(chain, self._mix[places], self._vocab_size, 0.0), tokens.view(np.uint32)
         is_late = count >= self._most[places]
         is_wrong = (wanted != came) | is_late
-        if is_wrong.any():
+        if b"\x01" in is_wrong.tobytes():  # a quarter of what `any` costs
             at = int(is_wrong.argmax())
             attempt = self._tries[places[at]]
             assert attempt is not None
@@ -410,8 +410,9 @@ class Requester:
             answers.between_tokens_s.add_many(texts.take(rows.places, rows.ids, now))
             answers.num_tokens += len(rows)
             return
-        answers.between_tokens_s.add_many(texts.take(rows.places[is_kept], rows.ids[is_kept], now))
-        answers.num_tokens += int(is_kept.sum())
+        kept = np.flatnonzero(is_kept)
+        answers.between_tokens_s.add_many(texts.take(rows.places[kept], rows.ids[kept], now))
+        answers.num_tokens += len(kept)
         for at in np.flatnonzero(~is_kept).tolist():
             self._take_tokens(rows[at], 1, now)
 

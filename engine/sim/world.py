@@ -36,7 +36,7 @@ from engine.sim.handoffs import Handoff, KeepingFabric
 from engine.sim.pool import Pool
 from engine.sim.trace import StreamSum, Trace
 from engine.sim.violation import Violation
-from engine.sim.wires import CableEnd, CableListener, WireSpeed, make_cable
+from engine.sim.wires import CableEnd, CableListener, Post, WireSpeed, make_cable
 from transport.fabric import Fabric
 from transport.memory_fabric import MemoryFabric, MemoryWorld
 from transport.messages import (
@@ -374,6 +374,8 @@ class World:
         self._nursery: trio.Nursery | None = None
         self._groups: dict[tuple[str, int], StepGroup] = {}
         self._pool: Pool | None = None
+        # Without ticks no two deliveries are due at once, but by chance.
+        self._post = Post(clock) if shape.link_tick_s else None
 
     # ------------------------------------------------------------ the head
 
@@ -534,11 +536,9 @@ class World:
 
     def cable(self, one: str, other: str, speeds: tuple[WireSpeed, WireSpeed]) -> tuple[CableEnd, CableEnd]:
         self._num_cables += 1
-        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, self._is_coy)
-
-    def _is_coy(self) -> bool:
-        """In small worlds half of all sends go the long way, by the writer's queue."""
-        return self.shape.is_thorough and self._send_rng.random() < 0.5
+        # In small worlds half of all sends go the long way, by the writer's queue.
+        is_coy = (lambda: self._send_rng.random() < 0.5) if self.shape.is_thorough else None
+        return make_cable(self.clock, f"{one}#{self._num_cables}", other, speeds, self._tap, is_coy, self._post)
 
     def connect(self, name: str) -> tuple[CableEnd, tuple[WireSpeed, WireSpeed]]:
         """A client's connection to the head. Raises OSError if it does not accept."""
@@ -557,24 +557,26 @@ class World:
             del self._pairs[name]
 
     def _tap(self, name: str, data: bytes) -> None:
+        look = self._sums.get(name)
+        if look is not None:  # as a rule; no pair is among them while it is one
+            self.trace.add(self.clock.now, "frame", name, look(data))
+            return
         pair = self._pairs.get(name)
         if pair is None:
             if self.outside is not None:
                 return  # nobody compares runs there
-            total = self._sums.get(name)
-            if total is None:
-                hides = self.groups is not None and "head#" in name
-                total = self._sums[name] = StreamSum().feed if hides else zlib.crc32
-            self.trace.add(self.clock.now, "frame", name, total(data))
+            hides = self.groups is not None and "head#" in name
+            look = self._sums[name] = StreamSum().feed if hides else zlib.crc32
+            self.trace.add(self.clock.now, "frame", name, look(data))
             return
         sender, receiver, reader = pair
         reader.feed(data)
         for frame in reader.take():
             # Greetings carry addresses of this process's memory, which no seed repeats.
-            is_greeting = isinstance(frame.message, PeerHello | PeerWelcome)
-            blob = b"" if is_greeting else bytes(frame.blob)
-            self.trace.add(self.clock.now, "frame", f"{name} {type(frame.message).__name__}", zlib.crc32(blob))
-            self.auditor.pair_frame(sender, receiver, frame.message, frame.blob)
+            message, blob = frame
+            total = 0 if isinstance(message, PeerHello | PeerWelcome) else zlib.crc32(blob)
+            self.trace.add(self.clock.now, "frame", f"{name} {type(message).__name__}", total)
+            self.auditor.pair_frame(sender, receiver, message, blob)
 
     def _landing(self, writer: str, target: str, blocks: Any) -> None:
         self.trace.add(self.clock.now, "write", f"{writer}>{target}", len(blocks))

@@ -96,7 +96,7 @@ class MeshDevice(SimDevice):
         self.calls.append("submit")
         assert len([step for step in self.steps if step.result is None]) < 2, "three steps in the queue"
         cost_s = EMPTY_COST_S if plan.is_empty else self._costs(plan) * self.slow
-        ticket = SimTicket(plan.step, plan, [bytes(chunk.tokens) for chunk in plan.chunks], cost_s)
+        ticket = SimTicket(plan.step, plan, plan.columns, [bytes(chunk.tokens) for chunk in plan.chunks], cost_s)
         self.steps.append(ticket)
         self.mesh.changed()
         return ticket
