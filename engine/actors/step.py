@@ -287,7 +287,7 @@ def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
             _handle_push(side, fact, now_us)
         case PagesRead(key, checksums):
             assert isinstance(side, DecodeSide), "PagesRead on a rank that nobody pushes to"
-            side.on_pages_read(key, checksums)
+            side.on_pages_read(key, checksums, now_us)
         case HeadFrame(message, blob):
             side.on_head(message, blob, now_us)
         case PeerFrame(link, message, blob):
