@@ -296,8 +296,8 @@ async def _hold_fabric(
 def _nixl(name: str, config: RankConfig) -> AbstractAsyncContextManager[Any]:
     from transport.nixl_fabric import open_nixl_fabric
 
-    # Members of a group write experts into each other's slots.
-    return open_nixl_fabric(name, receives=config.role == "decode" or config.group > 1)
+    # Members of a group write experts into each other's slots, and decode ranks hand turns back.
+    return open_nixl_fabric(name, receives=config.role == "decode" or config.group > 1 or config.hand_back.enabled)
 
 
 async def _hold(opening: AbstractAsyncContextManager[Any], task_status: trio.TaskStatus[Any]) -> None:
