@@ -497,8 +497,8 @@ class RankSnapshot(Message, frozen=True):
 
 
 class WriterOverdue(Message, frozen=True):
-    """Decode rank to head: what this prefill process was granted stays in quarantine, and the memory is needed. Only
-    its death frees it."""
+    """What this process of the other role was granted stays in quarantine, or a push to it does not end, and the memory
+    is needed. Only its death frees it."""
 
     rank: U31
     generation: U31

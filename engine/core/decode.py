@@ -258,6 +258,7 @@ class DecodeSide:
                 pass
             if not self.arena.has_room(num_pages):
                 is_short = True
+                self.giver.accuse()
                 break
             sequence.pages, sequence.slab = self.arena.allocate(num_pages)
             sequence.link, sequence.prefill_generation = link, peer.generation

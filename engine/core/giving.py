@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 
 from engine.core.arena import Arena, Holding
-from engine.core.effects import Effect, PushFailure, StartPush, ToPeer
+from engine.core.effects import Effect, PushFailure, StartPush, ToHead, ToPeer
 from engine.core.handback import GIVER, Action, GiverEvent, GiverPhase
 from engine.core.pages import PageState
 from engine.core.request import RequestKey, Sequence, count_pages
@@ -27,6 +27,7 @@ from transport.messages import (
     TurnCounts,
     TurnDeclined,
     TurnOffered,
+    WriterOverdue,
 )
 
 SPARE_IDS = 8
@@ -43,6 +44,7 @@ class Offer:
         pages: from the page on that the first id behind the prompt is in, up to `num_ids`.
         offered_us: when it was offered.
         grant: what it may be written to, once that is known.
+        is_overdue: its push takes longer than it may.
     """
 
     key: RequestKey
@@ -56,6 +58,7 @@ class Offer:
     phase: GiverPhase = GiverPhase.NEW
     grant: PagesGranted | None = None
     remote_pages: tuple[int, ...] = ()
+    is_overdue: bool = False
 
 
 class Giver:
@@ -73,6 +76,7 @@ class Giver:
         """In the order in which they were made."""
         self._epochs: dict[tuple[int, int, int], Offer] = {}
         self._broken: set[tuple[int, int]] = set()
+        self._accused: set[tuple[int, int]] = set()
         self._num_pages = 0
         self._offered = self._withdrawn = self._declined = self._failed = 0
 
@@ -121,6 +125,18 @@ class Giver:
             return False
         self._move(offer, GiverEvent.WITHDRAW)
         return True
+
+    def accuse(self) -> None:
+        """A request finds no room, though nothing is left to withdraw: has the processes ended, once each, to which a
+        push is overdue, because only that ends it."""
+        pages: dict[tuple[int, int], int] = {}
+        for offer in self._offers.values():
+            life = (offer.rank, offer.generation)
+            if offer.is_overdue and offer.slab >= 0 and life not in self._accused:
+                pages[life] = pages.get(life, 0) + len(offer.pages)
+        for life, count in pages.items():
+            self._accused.add(life)
+            self._tell(ToHead(WriterOverdue(*life, pages=count)))
 
     def withdraw_all(self) -> None:
         while self.withdraw_oldest():
@@ -227,6 +243,7 @@ class Giver:
             how = "void"
         if how == "failed":
             self._broken.add((offer.rank, offer.generation))
+        offer.is_overdue |= how == "overdue"
         self._move(offer, _FAILURE_TO_EVENT[how])
 
     # ------------------------------------------------------------ what others ask

@@ -225,8 +225,9 @@ class PrefillSide:
             del self._queue[prompt.key]
             self._move(prompt, PrefillEvent.ADMIT)
             self.schedule.prompts.append(prompt)
-        if self.sizes.hand_back is not None:
-            self.taker.look(is_short=bool(self._queue), is_linked=self._is_linked, now_us=now_us)
+        # While others compute, their memory comes by itself.
+        is_stuck = bool(self._queue) and all(p.phase is not PrefillPhase.WORKING for p in self.prompts.values())
+        self.taker.look(is_short=is_stuck, now_us=now_us)
 
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when no prompt has ids left to plan."""
@@ -369,9 +370,6 @@ class PrefillSide:
         prompt.remote_pages = tuple(pages)
         self._epochs[epoch_key] = prompt
         self._move(prompt, PrefillEvent.GRANT)
-
-    def _is_linked(self, rank: int) -> bool:
-        return self._peers.link_to(rank) is not None
 
     def _on_peer_down(self, message: PeerDown) -> None:
         link = self._peers.bury(message.rank, message.generation)

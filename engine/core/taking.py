@@ -213,14 +213,16 @@ class Taker:
             if gift.phase is TakerPhase.GRANTED:
                 self._move(gift, TakerEvent.NEEDED)
 
-    def look(self, *, is_short: bool, is_linked: Callable[[int], bool], now_us: int) -> None:
-        """Has writers ended that owe the end of an epoch, as `fence.Fence` says."""
+    def look(self, *, is_short: bool, now_us: int) -> None:
+        """Has writers ended that owe the end of an epoch, as `fence.Fence` says, where a prompt can not run for them.
+
+        One that has no link may get one: it is this rank that dials.
+        """
         if not self._gifts:
             self._fence.rest()
             return
-        late = self._fence.look(
-            self._arena, self._gifts.values(), is_short=is_short, is_linked=is_linked, now_us=now_us
-        )
+        gifts = self._gifts.values()
+        late = self._fence.look(self._arena, gifts, is_short=is_short, is_linked=lambda rank: True, now_us=now_us)
         for writer, num_pages in late:
             self._tell(ToHead(WriterOverdue(*writer, pages=num_pages)))
 

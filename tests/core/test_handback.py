@@ -391,6 +391,25 @@ def test_where_the_word_does_not_come_the_writer_is_accused() -> None:
     assert duo.decode.giver._broken == {(0, 1)}
 
 
+def test_a_push_that_does_not_end_costs_its_target_where_a_request_needs_the_room() -> None:
+    duo = Duo(num_slabs=3)
+    duo.compute(PROMPT, 6)
+    duo.deliver("decode")
+    assert isinstance(duo.deliver("prefill"), PagesGranted)
+    duo.decode.on_push_failed((1, 1), "late", "overdue")
+    for number in (2, 3, 4):
+        duo.decode.on_head(ReservePages(number, 1, 0, 6, 0, Sampling(max_tokens=2)), NOTHING, duo.now_us)
+        duo.decode.settle(duo.now_us)
+    words = [effect.message for effect in duo.decode.take_outbox() if isinstance(effect, ToHead)]
+    assert words == [WriterOverdue(0, 1, 2)]
+    duo.decode.settle(duo.now_us)
+    assert not [effect for effect in duo.decode.take_outbox() if isinstance(effect, ToHead)]
+    duo.decode.on_push_failed((1, 1), "the peer was forgotten", "failed")
+    duo.decode.on_head(PeerDown(0, 1), NOTHING, duo.now_us)
+    duo.decode.check()
+    assert duo.decode.giver.is_quiet
+
+
 def test_a_grant_that_is_never_committed_goes_to_quarantine() -> None:
     duo = Duo()
     duo.compute(PROMPT, 6)
