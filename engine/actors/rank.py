@@ -285,6 +285,7 @@ def _open_group(
 
 def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
     limits, draft, back = identity.config.limits, identity.config.draft, identity.config.hand_back
+    hands_back = back.enabled and identity.config.prefix_cache
     if limits.prefill_chunk_tokens < info.page_tokens or limits.prefill_chunk_tokens % info.page_tokens:
         raise ConfigError(
             f"prefill_chunk_tokens {limits.prefill_chunk_tokens} is not a whole number of pages "
@@ -313,7 +314,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
         checksums=identity.config.checksum_pushes,
         prefix_cache=identity.config.prefix_cache,
         why_no_grammar=info.why_no_grammar,
-        hand_back=HandBack(back.tokens, back.share, int(back.wait_s * 1e6)) if back.enabled else None,
+        hand_back=HandBack(back.tokens, back.share, int(back.wait_s * 1e6)) if hands_back else None,
     )
 
 
