@@ -248,11 +248,11 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
 
             # Its tickets are its own; whoever holds one got it from this device.
             mesh_address = f"{given['socket']}.mesh" if config.group > 1 else ""
-            return cast(Device, await open_torch_device(config, report, mesh_address=mesh_address))
+            return cast(Device, await open_torch_device(config, report, mesh_address=mesh_address, rank=rank))
 
         async def open_fabric() -> Fabric:
             # The fabric's own tasks live here, around the rank's, so they may end in any order.
-            fabric: Fabric = await nursery.start(_hold_fabric, f"rank{rank}", config)
+            fabric: Fabric = await nursery.start(_hold_fabric, rank, config)
             return fabric
 
         listener = None
@@ -277,15 +277,17 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
 
 
 async def _hold_fabric(
-    name: str, config: RankConfig, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED
+    rank: int, config: RankConfig, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Opens the configured fabric and keeps it until cancelled; `auto` takes NIXL where it starts, else TCP."""
+    """Opens the configured fabric and keeps it until cancelled; `auto` takes NIXL where it starts, else TCP, which
+    carries host memory only."""
+    name = f"rank{rank}"
     if config.fabric != "tcp":
         try:
-            await _hold(_nixl(name, config), task_status)
+            await _hold(_nixl(name, config, rank), task_status)
             return
         except FabricError as error:
-            if config.fabric == "nixl":
+            if config.fabric == "nixl" or config.device == "cuda":
                 raise
             log_event(logger, "warning", "fabric.fallback", msg=f"{error}; pages go over TCP")
     from transport.tcp_fabric import open_tcp_fabric
@@ -293,11 +295,19 @@ async def _hold_fabric(
     await _hold(open_tcp_fabric(name), task_status)
 
 
-def _nixl(name: str, config: RankConfig) -> AbstractAsyncContextManager[Any]:
+def _nixl(name: str, config: RankConfig, rank: int) -> AbstractAsyncContextManager[Any]:
     from transport.nixl_fabric import open_nixl_fabric
 
     # Members of a group write experts into each other's slots, and decode ranks hand turns back.
-    return open_nixl_fabric(name, receives=config.role == "decode" or config.group > 1 or config.hand_back.enabled)
+    receives = config.role == "decode" or config.group > 1 or config.hand_back.enabled
+    if config.device != "cuda":
+        return open_nixl_fabric(name, receives=receives)
+    import torch
+
+    from engine.model.device import choose_gpu
+
+    gpu = choose_gpu(rank)
+    return open_nixl_fabric(name, receives=receives, device=gpu, on_thread_start=lambda: torch.cuda.set_device(gpu))
 
 
 async def _hold(opening: AbstractAsyncContextManager[Any], task_status: trio.TaskStatus[Any]) -> None:

@@ -223,7 +223,7 @@ class RankConfig:
     max_model_tokens: int
     num_pages: int
     num_slabs: int
-    kv_dtype: Literal["float32", "bfloat16"]
+    kv_dtype: Literal["float32", "bfloat16", "fp8"]
     threads: int
     replay_rows: int
     """Bounded replay (model.md 4.7): prompt rows that run through the layers past the last KV source; 0 is exact."""
@@ -237,6 +237,7 @@ class RankConfig:
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
     prefix_cache: bool = True
     hand_back: HandBackConfig = dataclasses.field(default_factory=HandBackConfig)
+    load_format: Literal["auto", "dummy"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,6 +266,7 @@ class ClusterConfig:
         draft: how much decode ranks draft.
         prefix_cache: prefill ranks keep what prompts have computed; not where `replay_rows` is set.
         hand_back: and what was generated behind them.
+        load_format: `dummy` for random weights of the model's shapes.
         slo: latencies to watch.
         http: the HTTP surface.
         admin_dir: runtime directory with the head's sockets.
@@ -276,13 +278,13 @@ class ClusterConfig:
     model: str
     prefill: PoolConfig
     decode: PoolConfig
-    device: Literal["cpu", "sim"]
+    device: Literal["cpu", "cuda", "sim"]
     fabric: Literal["auto", "nixl", "tcp"]
     page_tokens: int
     max_model_tokens: int
     num_pages: int
     num_slabs: int
-    kv_dtype: Literal["float32", "bfloat16"]
+    kv_dtype: Literal["float32", "bfloat16", "fp8"]
     threads: int
     replay_rows: int
     admin_dir: str
@@ -299,6 +301,7 @@ class ClusterConfig:
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
     prefix_cache: bool = True
     hand_back: HandBackConfig = dataclasses.field(default_factory=HandBackConfig)
+    load_format: Literal["auto", "dummy"] = "auto"
 
     @property
     def digest(self) -> str:
@@ -347,18 +350,20 @@ class ClusterConfig:
             draft=self.draft,
             prefix_cache=self.keeps_prompts,
             hand_back=dataclasses.replace(self.hand_back, enabled=self.hand_back.enabled and self.keeps_prompts),
+            load_format=self.load_format,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the configuration must know of a model. `page_bytes` is an estimate: the rank's layout pads records;
-    `max_drafts` is 0 for a model without drafter."""
+    `max_drafts` is 0 for a model without drafter; `is_v4` says that it is of V4's architecture, not V4.1's."""
 
     vocab_size: int
     max_length: int
     page_bytes: int
     max_drafts: int = 0
+    is_v4: bool = False
 
 
 def model_directory(model: str) -> Path:
@@ -384,7 +389,7 @@ def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> Model
     max_drafts = MOST_DRAFTS if shape.num_predict_layers else 0
     if shape.drafter is not None:
         max_drafts = min(shape.drafter.block_size, MOST_DRAFTS)
-    return ModelFacts(shape.vocab_size, shape.max_length, max(page_bytes, 1), max_drafts)
+    return ModelFacts(shape.vocab_size, shape.max_length, max(page_bytes, 1), max_drafts, is_v4=not shape.shifts_pre)
 
 
 def plan_num_pages(*, decode_rows: int, max_model_tokens: int, page_tokens: int, page_bytes: int, ranks: int) -> int:

@@ -161,7 +161,8 @@ KEYS: tuple[Key, ...] = (
         "device",
         "choice",
         "cpu",
-        "Kind of device of a rank: cpu, or sim: a whole rack pretended in one process; cuda is not there yet.",
+        "Kind of device of a rank: cpu, cuda (V4 models; ranks take the host's GPUs in turn), or sim: a whole rack"
+        " pretended in one process.",
         choices=("cpu", "cuda", "sim"),
     ),
     Key(
@@ -201,7 +202,20 @@ KEYS: tuple[Key, ...] = (
         least=1,
     ),
     Key("num_slabs", "count", None, "State slabs of a rank. Default: twice limits.decode_rows.", least=1),
-    Key("kv_dtype", "choice", "float32", "Type of the values in a page.", choices=("float32", "bfloat16")),
+    Key(
+        "kv_dtype",
+        "choice",
+        None,
+        "Type of the values in a page; fp8 on cuda only. Default: float32, on cuda fp8.",
+        choices=("float32", "bfloat16", "fp8"),
+    ),
+    Key(
+        "load_format",
+        "choice",
+        "auto",
+        "Where weights come from: auto, the model's files; dummy, random numbers of its shapes (cuda only).",
+        choices=("auto", "dummy"),
+    ),
     Key("threads", "count", 1, "Intra-op threads of a rank process.", least=1),
     Key(
         "draft.tokens",

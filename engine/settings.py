@@ -14,7 +14,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +219,17 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         derive("scenario", RACK, "device is sim")
         return _derive_rack(values, origins, problems, problem)
     pools = _derive_pools(values, problem)
-    if values["device"] != "cpu":
-        problem("device", f"{values['device']!r} is not there yet; this version runs on 'cpu', or on 'sim' in pretence")
+    on_gpu = values["device"] == "cuda"
+    derive("kv_dtype", "fp8" if on_gpu else "float32", f"device is {values['device']}")
+    if on_gpu:
+        _check_gpu(values, pools, problem)
+        derive("draft.tokens", 0, "device is cuda")
+    else:
+        for name, value in (("kv_dtype", "fp8"), ("load_format", "dummy")):
+            if values[name] == value:
+                problem(name, f'{value!r} is for device = "cuda"')
     if values["scenario"] is not None:
-        problem("scenario", "is for device = \"sim\"; engine up --device sim runs it, engine simulate checks it")
+        problem("scenario", 'is for device = "sim"; engine up --device sim runs it, engine simulate checks it')
     derive("scenario", NO_SCENARIO, "device is not sim")
     limits = Limits(**{field.name: values[f"limits.{field.name}"] for field in dataclasses.fields(Limits)})
     if limits.heartbeat_s < 2 * limits.snapshot_s:
@@ -237,13 +244,13 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
     page_tokens = values["page_tokens"]
     vocab_size = 0
     try:
-        facts = read_model_facts(
-            values["model"], page_tokens=page_tokens, value_bytes=4 if values["kv_dtype"] == "float32" else 2
-        )
+        facts = read_model_facts(values["model"], page_tokens=page_tokens, value_bytes=_VALUE_BYTES[values["kv_dtype"]])
     except ConfigError as error:
         problem("model", str(error))
     else:
         vocab_size = facts.vocab_size
+        if on_gpu and not facts.is_v4:
+            problem("device", "'cuda' runs V4 models, and this is a V4.1 model; use 'cpu'")
         _derive_drafts(values, facts.max_drafts, derive, problem)
         derive("max_model_tokens", min(facts.max_length, 8192), f"the model's {facts.max_length}, at most 8192")
         if values["max_model_tokens"] > facts.max_length:
@@ -320,6 +327,21 @@ def _derive_rack(
         http=_derive_http(values),
     )
     return Resolved(config, {name: origins[name] if name in RACK_KEYS else f"scenario {scenario}" for name in origins})
+
+
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
+
+
+def _check_gpu(values: Mapping[str, Any], pools: Sequence[PoolConfig], problem: Callable[[str, str], None]) -> None:
+    """What a rank on a GPU can not do yet is refused by name."""
+    if any(pool.group > 1 for pool in pools):
+        problem("pools.decode.group", 'on device = "cuda" each rank has all experts; write group = 1')
+    if values["draft.tokens"]:
+        problem("draft.tokens", f'on device = "cuda" nothing is drafted; write 0, not {values["draft.tokens"]}')
+    if values["replay_rows"]:
+        problem("replay_rows", f'on device = "cuda" prompts are computed whole; write 0, not {values["replay_rows"]}')
+    if values["fabric"] == "tcp":
+        problem("fabric", 'tcp carries host memory only; on device = "cuda" write nixl or auto')
 
 
 _PLAIN = tuple(key.name for key in KEYS if "." not in key.name)

@@ -163,6 +163,7 @@ def open_bare_model(config: ClusterConfig) -> BareModel:
     async def load() -> BareModel:
         device = await open_torch_device(rank_config, lambda *_: None)
         await device.aclose()  # its thread; the model stays
+        assert isinstance(device.model, PagedTransformer)
         return BareModel(device.model, device.info)
 
     bare = trio.run(load)

@@ -13,9 +13,8 @@ from torch import Tensor
 from engine.core.plan import Scores
 from engine.errors import DeviceError
 from engine.model.grammars import Guide
-from engine.model.kv import Arena
-from engine.model.penalties import add_tokens
 from engine.model.rejection import Guesses, judge_guesses
+from engine.model.row_model import RowArena
 from engine.model.sampling import Sampler
 from engine.model.scoring import score_tokens
 from engine.ports import DeviceInfo
@@ -27,11 +26,10 @@ NO_GUIDES: Mapping[int, Guide] = MappingProxyType({})
 class Chooser:
     """See the module. Belongs to the device's worker thread."""
 
-    def __init__(self, arena: Arena, info: DeviceInfo) -> None:
+    def __init__(self, arena: RowArena, info: DeviceInfo) -> None:
         """Borrows the arena."""
         self._arena = arena
         self._info = info
-        self._cells = arena.sampled_cell()
 
     def choose(
         self,
@@ -46,7 +44,8 @@ class Chooser:
 
         Args:
             sampler: of these rows.
-            logits: float32[rows, vocab]; may be overwritten.
+            logits: float32[rows, vocab], on the model's device; may be overwritten. They come to the host only where
+                more than the likeliest ids is asked of them.
             slabs: int64[rows], different ones.
             positions: int64[rows], of the tokens.
             guesses: drafts that are judged by rejection; their rows draw by that rule.
@@ -55,11 +54,16 @@ class Chooser:
         Returns:
             (int64[rows], scores of rows that ask for some).
         """
+        if sampler.takes_best and guesses is None:
+            best: Ints = logits.argmax(-1).cpu().numpy()
+            self._arena.write_sampled(slabs, best)
+            return best, None
+        logits = logits.cpu()
         scored, counts = sampler.scored, None
         raw = logits[scored] if len(scored) else None
         lines = slabs[sampler.penalised]
         if len(lines):
-            counts = self._arena.counts[lines]
+            counts = self._arena.read_counts(lines)
         for row, guide in guides.items():
             guide.restrict(logits[row])
         drawn = sampler.choose(logits, positions, counts)
@@ -75,15 +79,9 @@ class Chooser:
             tops = [sampler.rows[row].logprobs for row in scored.tolist()]
             scores = score_tokens(raw, drawn[scored], tops, scored)
         if len(lines):
-            add_tokens(self._arena.counts, lines, drawn[sampler.penalised])
-        first, stride = self._cells
-        self._arena.ints.numpy()[first + slabs * stride] = drawn
+            self._arena.add_counts(lines, drawn[sampler.penalised])
+        self._arena.write_sampled(slabs, drawn)
         return drawn, scores
-
-    def read_sampled(self, slabs: Ints) -> Ints:
-        """int64[n], the token that each slab sampled last."""
-        first, stride = self._cells
-        return self._arena.ints.numpy()[first + slabs * stride].astype(np.int64)
 
     def check_ids(self, tokens: Ints) -> None:
         """Raises DeviceError for an id that is none of the vocabulary's."""

@@ -26,10 +26,10 @@ from engine.model.drafting import Proposer
 from engine.model.grammars import Guide, Guides
 from engine.model.kv import SPARE_ROWS
 from engine.model.rejection import DrawnDrafts
+from engine.model.row_model import RowModel
 from engine.model.rows import RowBatch
 from engine.model.sampling import Sampler
 from engine.model.scoring import join_scores
-from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo
 from transport.messages import Sampling
 
@@ -96,7 +96,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: PagedTransformer,
+        model: RowModel,
         info: DeviceInfo,
         chooser: Chooser,
         proposer: Proposer | None,
@@ -138,7 +138,7 @@ class Decoder:
         if int(positions.min()) < 0:
             slab = int(decode.slabs[positions < 0][0])
             raise DeviceError(f"a row is where slab {slab} stands, and no pass of this device has left it anywhere")
-        sampled = self._chooser.read_sampled(decode.slabs)
+        sampled = self._model.arena.read_sampled(decode.slabs)
         tokens = np.where(decode.tokens < 0, sampled, decode.tokens)
         # Drafts follow what this device sampled, at the place where it did.
         follows = (stands == positions) & (tokens == sampled)

@@ -1,6 +1,7 @@
-"""TorchDevice: the Device of a rank on CPU. One worker thread runs the steps, in order; the trio loop only hands over.
+"""TorchDevice: the Device of a rank. One worker thread runs the steps, in order; the trio loop only hands over.
 
-The worker is the one thread of a rank that computes (a GPU needs none). Its results come back through the trio token.
+The worker is the one thread of a rank that computes, on a CPU itself, on a GPU by what it launches and waits for. Its
+results come back through the trio token.
 After a failed step the arena's contents are unknown, so the device refuses everything that follows. In a group a step
 that breaks off because of another rank has not failed: `group.GroupWorker` runs it again.
 """
@@ -13,6 +14,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,11 +36,15 @@ from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
 from engine.model.passes import Job, StepRunner, copy_plan
 from engine.model.proposers import make_proposer
+from engine.model.row_model import RowModel
 from engine.model.rows import RowBatch
 from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo, ExpertSlots
 from transport.checksum import BlockReader
 from transport.fabric import BlockRun
+
+if TYPE_CHECKING:
+    from engine.model.step_model import StepModel
 
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
@@ -47,6 +53,7 @@ SLABS_PER_ROW = 2
 """Default slabs: sequences that are being received or wait for their turn need one as well."""
 
 ReportPhase = Callable[[str, int, int, str], None]
+ReadChecksums = Callable[[Sequence[Sequence[int]]], tuple[int, ...]]
 
 
 class StepTicket:
@@ -64,11 +71,12 @@ class StepTicket:
 
 
 class TorchDevice:
-    """A CPU share with the model loaded. Made by `open_torch_device`; all methods belong to the trio loop."""
+    """An accelerator or a CPU share with the model loaded. Made by `open_torch_device`; all methods belong to the trio
+    loop."""
 
     def __init__(
         self,
-        model: PagedTransformer,
+        model: RowModel,
         info: DeviceInfo,
         *,
         threads: int = 1,
@@ -76,6 +84,8 @@ class TorchDevice:
         proposer: Proposer | None = None,
         rejects: bool = False,
         grammars: Grammars | None = None,
+        read_checksums: ReadChecksums | None = None,
+        gpu: int | None = None,
     ) -> None:
         """Starts the worker. Must run inside trio.
 
@@ -87,14 +97,17 @@ class TorchDevice:
             proposer: drafts for the model; taken. Without one, plans that ask for drafts get none.
             rejects: drafts are drawn, and judged by rejection.
             grammars: taken. Without them a row with a grammar fails.
+            read_checksums: for an arena that the host can not read; see `BlockReader.checksums`.
+            gpu: number of the CUDA device that the worker launches on.
         """
+        self._gpu = gpu
         self._grammars = grammars
         self._model = model
         self._info = info
         self._threads = max(1, threads)
         self._jobs: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
         self._tickets: collections.deque[StepTicket] = collections.deque()
-        self._reader = BlockReader(model.arena.block_runs())
+        self._read_checksums = read_checksums or BlockReader(model.arena.block_runs()).checksums
         self._queued = 0
         self._failure: str | None = None
         self._closed = False
@@ -114,7 +127,7 @@ class TorchDevice:
         return self._info
 
     @property
-    def model(self) -> PagedTransformer:
+    def model(self) -> RowModel:
         """For tests and tools; not to be run while steps are queued."""
         return self._model
 
@@ -173,7 +186,7 @@ class TorchDevice:
         """See `ports.Device.checksums`. In a thread beside the worker: behind queued steps it would delay hand-offs."""
         num_pages = self._info.num_pages
         blocks = [[*pages] if slab < 0 else [*pages, num_pages + slab] for pages, slab in stretches]
-        return await trio.to_thread.run_sync(self._reader.checksums, blocks)
+        return await trio.to_thread.run_sync(self._read_checksums, blocks)
 
     async def aclose(self) -> None:
         """See `ports.Device.aclose`. In a group that does not go on, queued steps are given up: after
@@ -204,6 +217,8 @@ class TorchDevice:
 
     def _work(self) -> None:
         torch.set_num_threads(self._threads)
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         try:
             while (job := self._take()) is not None:
                 ticket = self._tickets.popleft()
@@ -261,6 +276,7 @@ async def open_torch_device(
     poison: bool = False,
     mesh_address: str = "",
     connect: Connect | None = None,
+    rank: int = 0,
 ) -> TorchDevice:
     """Load the model, allocate the arena, run a step to warm up.
 
@@ -271,21 +287,31 @@ async def open_torch_device(
         poison: fill the arena with NaN, so that a test sees a read of something never written.
         mesh_address: of a rank in a group: path of the socket where the others find it.
         connect: of a rank in a group: in place of a mesh of sockets, for tests.
+        rank: which GPU, where device is cuda: ranks take those of the host in turn.
 
     Raises:
-        ConfigError: the device is not a CPU, or the checkpoint can not be used.
+        ConfigError: there is no such device, or the checkpoint can not be used on it.
         EngineError, OSError: the mesh's socket can not be bound.
     """
-    if config.device != "cpu":
-        raise ConfigError(f"device must be 'cpu', found {config.device!r}")
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', found {config.device!r}")
+    gpu = choose_gpu(rank) if config.device == "cuda" else None
 
     def report(phase: str, done: int, total: int, unit: str) -> None:
         trio.from_thread.run_sync(report_phase, phase, done, total, unit)
 
     # Loading is not cancellable half-way: what a supervisor wants to stop, it kills.
-    model, info, grouping, proposer = await trio.to_thread.run_sync(
-        _load, config, report, poison, mesh_address, connect
-    )
+    model: RowModel
+    grouping: Grouping | None = None
+    proposer: Proposer | None = None
+    read_checksums: ReadChecksums | None = None
+    if gpu is not None:
+        on_gpu, info = await trio.to_thread.run_sync(_load_on_gpu, config, report, poison, gpu)
+        model, read_checksums = on_gpu, on_gpu.arena.read_checksums
+    else:
+        model, info, grouping, proposer = await trio.to_thread.run_sync(
+            _load, config, report, poison, mesh_address, connect
+        )
     rejects = config.draft.acceptance == "rejection"
     grammars = Grammars(model_directory(config.model), info.vocab_size, info.eos_ids[0])
     if config.role == "prefill" and config.model != NANO:
@@ -300,7 +326,28 @@ async def open_torch_device(
         proposer=proposer,
         rejects=rejects,
         grammars=grammars,
+        read_checksums=read_checksums,
+        gpu=gpu,
     )
+
+
+def choose_gpu(rank: int) -> int:
+    """The number of the CUDA device of a rank of this host.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError("device is cuda, and this process sees no CUDA device; use cpu, or a build of torch for CUDA")
+    return rank % count
+
+
+def _load_on_gpu(config: RankConfig, report: ReportPhase, poison: bool, gpu: int) -> tuple[StepModel, DeviceInfo]:
+    from engine.model.step_loading import load_step_model  # Triton, which a CPU's rank does not need
+
+    torch.cuda.set_device(gpu)
+    return load_step_model(config, report, torch.device("cuda", gpu), poison=poison)
 
 
 def _load(
@@ -317,6 +364,8 @@ def _load(
     report("weights", total, total, "bytes")
 
     max_tokens = min(config.max_model_tokens or shape.max_length, shape.max_length)
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype 'fp8' is for device 'cuda'")
     layout = plan_layout(shape, config.page_tokens, config.kv_dtype)
     num_pages = config.num_pages or plan_num_pages(
         decode_rows=config.limits.decode_rows,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from engine.core.plan import Base
 from engine.errors import DeviceError
-from engine.model.kv import Arena
+from engine.model.row_model import RowArena
 from engine.ports import DeviceInfo
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 class Keeper:
     """See the module. Belongs to the device's worker thread."""
 
-    def __init__(self, arena: Arena, info: DeviceInfo, *, replay_rows: int) -> None:
+    def __init__(self, arena: RowArena, info: DeviceInfo, *, replay_rows: int) -> None:
         """Borrows the arena. `replay_rows` as in `PagedTransformer`."""
         self._arena = arena
         self._info = info

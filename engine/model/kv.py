@@ -21,10 +21,13 @@ import json
 import math
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.model.penalties import add_tokens
 from engine.model.shapes import ModelShape
 from transport.fabric import BlockRun
 
@@ -39,6 +42,7 @@ ID_RING = 16
 POISON = 0xFF
 """A byte that reads as NaN in float32 and bfloat16 and as -1 in int32."""
 
+Ints = npt.NDArray[np.int64]
 KvDtype = Literal["float32", "bfloat16"]
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -343,9 +347,29 @@ class Arena:
         """(first, stride): cell `first + slab * stride + position % ID_RING` of `ints` is a trailing id."""
         return (self._slabs_at + self.layout.ids_offset) // 4, self.layout.slab_bytes // 4
 
-    def sampled_cell(self) -> tuple[int, int]:
-        """(first, stride): cell `first + slab * stride` of `ints` is the token that the slab sampled last."""
-        return (self._slabs_at + self.layout.sampled_offset) // 4, self.layout.slab_bytes // 4
+    def read_sampled(self, slabs: Ints) -> Ints:
+        """int64[n], the token that each slab sampled last."""
+        return self.ints.numpy()[self._sampled_cells(slabs)].astype(np.int64)
+
+    def write_sampled(self, slabs: Ints, tokens: Ints) -> None:
+        """Keeps int64[n] tokens as those that the slabs sampled last."""
+        self.ints.numpy()[self._sampled_cells(slabs)] = tokens
+
+    def _sampled_cells(self, slabs: Ints) -> Ints:
+        first, stride = (self._slabs_at + self.layout.sampled_offset) // 4, self.layout.slab_bytes // 4
+        return first + slabs * stride
+
+    def read_counts(self, slabs: Ints) -> Tensor:
+        """int16[n, vocab], a copy of the slabs' counts."""
+        return self.counts[slabs]
+
+    def write_count(self, slab: int, counts: Tensor) -> None:
+        """int16[vocab] become a slab's counts."""
+        self.counts[slab] = counts
+
+    def add_counts(self, slabs: Ints, tokens: Ints) -> None:
+        """Each of these slabs, all different, has one more of its token."""
+        add_tokens(self.counts, slabs, tokens)
 
     def page_bytes_of(self, page_id: int) -> Tensor:
         """uint8[page_bytes], a view of one page."""

@@ -29,10 +29,10 @@ from engine.model.grammars import Grammars, Guide, Guides
 from engine.model.keeping import Keeper
 from engine.model.kv import SPARE_ROWS
 from engine.model.penalties import count_ids
+from engine.model.row_model import RowModel
 from engine.model.rows import RowBatch
 from engine.model.sampling import Sampler
 from engine.model.scoring import join_scores, score_targets
-from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo
 from transport.messages import Sampling
 
@@ -108,7 +108,7 @@ class StepRunner:
 
     def __init__(
         self,
-        model: PagedTransformer,
+        model: RowModel,
         info: DeviceInfo,
         proposer: Proposer | None = None,
         *,
@@ -252,7 +252,8 @@ class StepRunner:
         first, end = len(progress.chunk_tokens), len(asking)
         for at, ids in targets:
             if len(ids):
-                told = score_targets(logits[end : end + len(ids)], ids, chunks[at].target_tops, chunks[at].start + 1)
+                lines = logits[end : end + len(ids)].cpu()
+                told = score_targets(lines, ids, chunks[at].target_tops, chunks[at].start + 1)
                 progress.target_scores.append((first + at, told))
                 end += len(ids)
         if asking:
@@ -296,7 +297,7 @@ class StepRunner:
                     raise DeviceError("a prompt's last chunk has penalties and not the ids that they are for")
                 self._chooser.check_ids(chunk.seen)
                 counts = count_ids(chunk.seen, chunk.generated, self._info.vocab_size)
-                self._model.arena.counts[chunk.slab] = counts
+                self._model.arena.write_count(chunk.slab, counts)
 
 
 def copy_plan(plan: StepPlan) -> Job:

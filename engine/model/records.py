@@ -10,12 +10,14 @@ with offsets from the arena's start, and handed to kernels as they are.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.model.kv import PLANE_ALIGN, SPARE_ROWS, plan_layout
+from engine.model.kv import PLANE_ALIGN, SPARE_ROWS, Pool, plan_layout
 from engine.model.shapes import ModelShape
 from kernels.forms import SCALE_CHANNELS, Plane, RawRing, RecordFormat
 
@@ -50,6 +52,9 @@ class Records:
         num_pages, num_slabs: lengths of the two runs.
         layers: of the target.
         stages: window rings of the layers or stages that draft.
+        counts: bytes from a slab's start to int16[vocab], what was seen of each id (see `kv.Arena.counts`).
+        staging: where a prompt's rows go while it is computed (see `plan_records`); empty without staging rows.
+        staging_bytes: size of the block behind the slabs that holds it.
     """
 
     format: RecordFormat
@@ -60,11 +65,23 @@ class Records:
     num_slabs: int
     layers: tuple[LayerRecords, ...]
     stages: tuple[Plane, ...]
+    counts: int = 0
+    staging: tuple[LayerRecords, ...] = ()
+    staging_bytes: int = 0
+
+    @property
+    def slabs_at(self) -> int:
+        """Bytes from the arena's start to the run of slabs."""
+        return self.num_pages * self.page_bytes
 
     @property
     def num_bytes(self) -> int:
         """Of the arena."""
-        return self.num_pages * self.page_bytes + self.num_slabs * self.slab_bytes
+        return self.slabs_at + self.num_slabs * self.slab_bytes + self.staging_bytes
+
+    def staged(self) -> Records:
+        """The same arena as a step with a prompt's rows sees it: slab 0 is the private block."""
+        return dataclasses.replace(self, layers=self.staging)
 
     def make_arena(self, device: torch.device) -> Tensor:
         """uint8[num_bytes]; what is in it is undefined."""
@@ -87,20 +104,31 @@ class _Cursor:
 
 
 def plan_records(
-    shape: ModelShape, *, page_tokens: int, num_pages: int, num_slabs: int, format: RecordFormat = "fp8"
+    shape: ModelShape,
+    *,
+    page_tokens: int,
+    num_pages: int,
+    num_slabs: int,
+    format: RecordFormat = "fp8",
+    staging_rows: int = 0,
 ) -> Records:
     """Lay out an arena.
+
+    Rings have room for SPARE_ROWS positions beyond what is read, so for the rows of a decode or verify step. A prompt's
+    rows come many at a time: they go round the longer rings of a private block, and the slab gets its part afterwards.
 
     Args:
         shape: the model.
         page_tokens: tokens in a page.
         num_pages, num_slabs: sizes of the two runs.
         format: of entries, keys and window records.
+        staging_rows: positions of a prompt that a step may compute at a time; 0 for no private block.
 
     Raises:
         ConfigError: `page_tokens` is not a multiple of every compression ratio, or a record can not have the format.
     """
-    pools = {(pool.layer, pool.kind): pool for pool in plan_layout(shape, page_tokens).pools}
+    layout = plan_layout(shape, page_tokens)
+    pools = {(pool.layer, pool.kind): pool for pool in layout.pools}
     entry = _record(shape.head_dim, shape.rope_dim, format)
     key = _record(shape.index_dim, 0, format)
     # Twice: strides are known once all parts of a block are placed.
@@ -114,11 +142,41 @@ def plan_records(
                 planes[layer, kind] = _place(record, rows, pages)
         num_windows = shape.num_layers + shape.num_draft_layers
         windows = [_place(entry, shape.window + SPARE_ROWS, slabs) for _ in range(num_windows)]
-        rings = {
-            name: RawRing(slabs.take(pool.ring * pool.width * 4), slabs.stride, pool.ring, pool.width)
+        rings = {name: _place_ring(pool, pool.ring, slabs) for name, pool in pools.items()}
+        counts = slabs.take(2 * shape.vocab_size) - slabs.start
+        strides = (max(pages.offset, PLANE_ALIGN), slabs.offset)
+    layers = _layers(shape, planes, windows, rings)
+    private = _Cursor(num_pages * strides[0] + num_slabs * strides[1])
+    staging: tuple[LayerRecords, ...] = ()
+    if staging_rows:
+        # One block: what is a stride between blocks is never used.
+        longer = [_place(entry, shape.window + staging_rows, private) for _ in range(shape.num_layers)]
+        long_rings = {
+            name: _place_ring(pool, _align(pool.pooled + staging_rows, pool.ratio), private)
             for name, pool in pools.items()
         }
-        strides = (max(pages.offset, PLANE_ALIGN), slabs.offset)
+        staging = _layers(shape, planes, longer, long_rings)
+    return Records(
+        format=format,
+        page_tokens=page_tokens,
+        page_bytes=strides[0],
+        slab_bytes=strides[1],
+        num_pages=num_pages,
+        num_slabs=num_slabs,
+        layers=layers,
+        stages=tuple(windows[shape.num_layers :]),
+        counts=counts,
+        staging=staging,
+        staging_bytes=private.offset,
+    )
+
+
+def _layers(
+    shape: ModelShape,
+    planes: dict[tuple[int, str], Plane],
+    windows: list[Plane],
+    rings: Mapping[tuple[int, Literal["entry", "key"]], RawRing],
+) -> tuple[LayerRecords, ...]:
     layers = []
     for role in shape.layer_roles:
         source = role.index if role.kv_source is None else role.kv_source
@@ -132,16 +190,7 @@ def plan_records(
                 key_ring=rings.get((role.index, "key")),
             )
         )
-    return Records(
-        format=format,
-        page_tokens=page_tokens,
-        page_bytes=strides[0],
-        slab_bytes=strides[1],
-        num_pages=num_pages,
-        num_slabs=num_slabs,
-        layers=tuple(layers),
-        stages=tuple(windows[shape.num_layers :]),
-    )
+    return tuple(layers)
 
 
 def _record(width: int, rope: int, format: RecordFormat) -> Plane:
@@ -161,6 +210,10 @@ def _record(width: int, rope: int, format: RecordFormat) -> Plane:
     if data_bytes % 16:
         raise ConfigError(f"{format} records of {width} channels must be a multiple of 16 bytes, found {data_bytes}")
     return Plane(0, 0, 0, 0, width, rope, format, data_bytes, scale_bytes)
+
+
+def _place_ring(pool: Pool, rows: int, cursor: _Cursor) -> RawRing:
+    return RawRing(cursor.take(rows * pool.width * 4), cursor.stride, rows, pool.width)
 
 
 def _place(record: Plane, rows: int, cursor: _Cursor) -> Plane:

@@ -63,6 +63,7 @@ class Sampler:
         penalised: int64[n], the rows whose counts it needs.
         scored: int64[n], the rows that ask for log-probabilities of their tokens.
         guided: rows with a grammar.
+        takes_best: every row takes the likeliest id of its logits as they are, and no more is asked.
     """
 
     def __init__(self, rows: Sequence[Sampling], eos_ids: Sequence[int]) -> None:
@@ -73,6 +74,7 @@ class Sampler:
         self.guided = [row for row, each in enumerate(rows) if each.grammar]
         drawn = [row for row, each in enumerate(rows) if each.temperature > 0]
         self._drawn = np.array(drawn, np.int64)
+        self.takes_best = not (drawn or self.guided or len(self.scored)) and self._adjuster.is_idle
         self._seeds = np.array([rows[row].seed for row in drawn], np.uint64)
         self._whole = [place for place, row in enumerate(drawn) if _keeps_all(rows[row])]
         self._cut = [place for place, row in enumerate(drawn) if not _keeps_all(rows[row])]

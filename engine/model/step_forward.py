@@ -28,11 +28,16 @@ from kernels.forms import Pooling, StepRows
 
 @dataclasses.dataclass(frozen=True)
 class StepSize:
-    """How many rows a step has: `sequences` times `span`, and pages in a row of the page table."""
+    """How many rows a step has: `sequences` times `span`, and pages in a row of the page table.
+
+    `read_span`, which divides `span`, cuts a long span into sequences of so many rows for what reads the arena, whose
+    programs take a sequence at a time; 0 for `span`.
+    """
 
     sequences: int
     span: int
     pages: int
+    read_span: int = 0
 
     @property
     def rows(self) -> int:
@@ -113,6 +118,7 @@ class StepForward:
     Attributes:
         tokens: int32[rows], input.
         rows: positions, slabs and page tables, input.
+        readers: the same rows as what reads the arena takes them, see `StepSize`; input, where it is not `rows`.
         arena: the state of sequences, written by every step.
         peers: rows of other ranks, or None.
     """
@@ -160,6 +166,15 @@ class StepForward:
             tables=torch.zeros((size.sequences, size.pages), dtype=torch.int32, device=device),
             span=size.span,
         )
+        self.readers = self.rows
+        if size.read_span:
+            count = size.rows // size.read_span
+            self.readers = StepRows(
+                positions=self.rows.positions,
+                slabs=torch.zeros(count, dtype=torch.int32, device=device),
+                tables=torch.zeros((count, size.pages), dtype=torch.int32, device=device),
+                span=size.read_span,
+            )
         self._layers = [
             _Layer(shape, role, weight, records, index)
             for index, (role, weight) in enumerate(zip(shape.layer_roles, weights.layers, strict=True))
@@ -221,10 +236,10 @@ class StepForward:
             assert side is not None
             share = side[:, end:] * self._weights.share_scale
             selected = ops.select_entries(
-                index_query, share, layer.role.ratio, shape.index_topk, rows, arena, layer.keys
+                index_query, share, layer.role.ratio, shape.index_topk, self.readers, arena, layer.keys
             )
         mixed = ops.attend(
-            query, weights.sink, turns, rows, arena, layer.window, shape.window,
+            query, weights.sink, turns, self.readers, arena, layer.window, shape.window,
             layer.entries, layer.role.ratio, selected,
         )  # fmt: skip
         return ops.linear(ops.grouped_linear(mixed.flatten(1), weights.out_groups, shape.o_groups), weights.out)

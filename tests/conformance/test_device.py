@@ -1,7 +1,8 @@
 """What every Device does, whatever computes: order, two queued steps, cancelled waits, failures, one text per seed.
 
 An implementation joins by adding a factory to FACTORIES: a context manager that yields a device of at least 32 pages
-and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least 64 ids and at least 3 drafts a row.
+and 4 slabs, of 8 tokens a page and 64 a sequence, with a vocabulary of at least 64 ids, and at least 3 drafts a row or
+none.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import trio
 
 from engine.config import Limits, RankConfig
 from engine.core.plan import Base, DecodeRow, DecodeRows, PrefillChunk, StepPlan, build_roster
 from engine.errors import DeviceError, LocalProtocolError
-from engine.model.device import open_torch_device
+from engine.model.device import TorchDevice, open_torch_device
+from engine.model.ops import reference_ops
+from engine.model.step_loading import load_step_model
+from engine.model.step_model import StepModel
 from engine.ports import Device
 from engine.sim.device import SimDevice
-from tests.model.paged_cases import write_checkpoint
+from tests.model.paged_cases import small_v4_config, write_checkpoint
 from transport.blocks import view_memory
 from transport.messages import Sampling
 
@@ -69,17 +74,63 @@ async def open_sim(directory: Path) -> AsyncIterator[Device]:
         await device.aclose()
 
 
-FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[Device]]] = {"sim": open_sim, "torch-cpu": open_cpu}
+@asynccontextmanager
+async def open_step(directory: Path, device: str) -> AsyncIterator[Device]:
+    """The step on a device; on a CPU by the kernels' plain truth."""
+    config = RankConfig(
+        role="decode",
+        model=str(directory / "v4"),
+        device="cuda",
+        fabric="nixl",
+        page_tokens=8,
+        max_model_tokens=64,
+        num_pages=32,
+        num_slabs=6,
+        kv_dtype="float32",
+        threads=1,
+        replay_rows=0,
+        config_digest="0",
+        limits=Limits(prefill_chunk_tokens=32, decode_rows=4),
+    )
+    on_gpu = device == "cuda"
+    model, info = await trio.to_thread.run_sync(
+        lambda: load_step_model(
+            config,
+            lambda *_: None,
+            torch.device(device),
+            poison=True,
+            ops=None if on_gpu else reference_ops(),
+            prompt_rows=(16,),
+        )
+    )
+    opened = TorchDevice(model, info, read_checksums=model.arena.read_checksums, gpu=0 if on_gpu else None)
+    try:
+        yield opened
+    finally:
+        await opened.aclose()
+
+
+FACTORIES: dict[str, Callable[[Path], AbstractAsyncContextManager[Device]]] = {
+    "sim": open_sim,
+    "torch-cpu": open_cpu,
+    "step-cpu": lambda directory: open_step(directory, "cpu"),
+    "step-cuda": lambda directory: open_step(directory, "cuda"),
+}
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_checkpoint(directory)
+    (directory / "v4").mkdir()
+    config = small_v4_config()
+    config["compress_ratios"] = [0, 4, 8, 4, 8]
+    write_checkpoint(directory / "v4", config=config)
     return directory
 
 
-@pytest.fixture(params=sorted(FACTORIES))
+@pytest.fixture(params=[pytest.param(name, marks=ON_GPU if name == "step-cuda" else []) for name in sorted(FACTORIES)])
 def opened(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Opened]:
     factory = FACTORIES[request.param]
     yield lambda: factory(checkpoint)
@@ -190,6 +241,8 @@ async def test_drafts_change_how_many_tokens_come_and_not_which(opened: Opened, 
     texts = []
     for drafts in (0, 1, 3):
         async with opened() as device:
+            if not device.info.max_drafts:
+                pytest.skip("this device drafts nothing")
             assert device.info.max_drafts >= 3
             (token,) = (await device.wait(device.submit(prefill(1, sample=sampling)))).chunk_tokens
             assert token is not None
@@ -277,19 +330,36 @@ async def test_closing_finishes_what_is_queued(opened: Opened) -> None:
             device.submit(prefill(3))
 
 
+def read(device: Device, block: int) -> bytes:
+    """A block's bytes, pages first, then slabs, whatever memory they are in."""
+    if isinstance(device, TorchDevice) and isinstance(device.model, StepModel):
+        return device.model.arena.block_bytes_of(block).cpu().numpy().tobytes()
+    return bytes(_view(device, block))
+
+
+def flip(device: Device, block: int) -> None:
+    """Changes one bit of a block."""
+    if isinstance(device, TorchDevice) and isinstance(device.model, StepModel):
+        device.model.arena.block_bytes_of(block)[1] ^= 1
+    else:
+        _view(device, block)[1] ^= 1
+
+
+def _view(device: Device, block: int) -> memoryview:
+    pages, slabs = device.block_runs()
+    run, at = (pages, block) if block < pages.count else (slabs, block - pages.count)
+    return view_memory(run.address + at * run.block_bytes, run.block_bytes)
+
+
 async def test_a_checksum_is_that_of_the_bytes_in_order(opened: Opened) -> None:
     async with opened() as device:
         await device.wait(device.submit(prefill(1)))
-        pages, slabs = device.block_runs()
-
-        def read(run, block: int) -> memoryview:
-            return view_memory(run.address + block * run.block_bytes, run.block_bytes)
-
-        wanted = zlib.crc32(read(pages, 9), zlib.crc32(read(pages, 4), zlib.crc32(read(pages, 3))))
-        with_slab = zlib.crc32(read(slabs, 0), wanted)
+        slab = device.info.num_pages
+        wanted = zlib.crc32(read(device, 9), zlib.crc32(read(device, 4), zlib.crc32(read(device, 3))))
+        with_slab = zlib.crc32(read(device, slab), wanted)
         one, other, whole = await device.checksums([((3, 4, 9), -1), ((3, 9, 4), -1), ((3, 4, 9), 0)])
         assert (one, whole) == (wanted, with_slab) and other != wanted
-        read(slabs, 0)[1] ^= 1
+        flip(device, slab)
         again, changed = await device.checksums([((3, 4, 9), -1), ((3, 4, 9), 0)])
         assert again == wanted and changed != with_slab
 

@@ -13,6 +13,7 @@ from engine.model.choosing import Chooser
 from engine.model.decoding import Decoder
 from engine.model.drafting import Pick, Proposal
 from engine.model.grammars import Guides
+from engine.model.penalties import add_tokens
 from engine.model.rows import RowBatch
 from engine.ports import DeviceInfo
 from tests.model.test_exact_sampling import EOS, VOCAB
@@ -25,10 +26,19 @@ class Memory:
 
     def __init__(self, slabs: int) -> None:
         self.counts = torch.zeros((slabs, VOCAB), dtype=torch.int16)
-        self.ints = torch.zeros(slabs, dtype=torch.int32)
+        self.sampled = np.zeros(slabs, np.int64)
 
-    def sampled_cell(self) -> tuple[int, int]:
-        return 0, 1
+    def read_sampled(self, slabs: Ints) -> Ints:
+        return self.sampled[slabs]
+
+    def write_sampled(self, slabs: Ints, tokens: Ints) -> None:
+        self.sampled[slabs] = tokens
+
+    def read_counts(self, slabs: Ints) -> Tensor:
+        return self.counts[slabs]
+
+    def add_counts(self, slabs: Ints, tokens: Ints) -> None:
+        add_tokens(self.counts, slabs, tokens)
 
 
 @dataclasses.dataclass
@@ -67,7 +77,7 @@ class Script:
 
 
 def open_decoder(memory: Memory, target: Lines, drafter: Script) -> Decoder:
-    info = make_info(len(memory.ints))
+    info = make_info(len(memory.sampled))
     chooser = Chooser(memory, info)  # type: ignore[arg-type]
     return Decoder(target, info, chooser, drafter, rejects=True, guides=Guides(None))  # type: ignore[arg-type]
 

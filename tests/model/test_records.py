@@ -29,6 +29,8 @@ def parts(records: Records, *, in_pages: bool) -> Iterator[tuple[int, int]]:
         for ring in rings:
             assert ring.stride == records.slab_bytes
             yield ring.data, ring.rows * ring.width * 4
+        shape = flash_shape()
+        yield records.slabs_at + records.counts, 2 * shape.vocab_size
     for plane in planes:
         assert plane.stride == (records.page_bytes if in_pages else records.slab_bytes)
         yield plane.data, plane.rows * plane.data_bytes
