@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine.core.pages import PageState
 from engine.core.plan import StepResult
 from engine.core.prefill import PrefillSide
 from engine.core.recall import Recall, Told
+from engine.core.request import Sequence
 from engine.core.running import MOST_HISTORY, Running
 from engine.core.schedule import HandBack, SideSizes, StepLimits
 from engine.core.tables import Table
@@ -481,6 +483,39 @@ def test_a_second_grant_of_a_turn_breaks_the_protocol() -> None:
 
 
 # ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize(("beyond", "drafts", "is_worth"), [(0, 0, True), (4, 3, True), (5, 3, False)])
+def test_a_slab_that_was_written_too_far_behind_the_end_stays(beyond: int, drafts: int, is_worth: bool) -> None:
+    sizes = make_sizes(1)
+    side = DecodeSide(dataclasses.replace(sizes, step=dataclasses.replace(sizes.step, drafts=drafts)))
+    sequence = Sequence((1, 1), ReservePages(1, 1, 0, 6, 0, Sampling()), 9, 0, 0)
+    sequence.reason, sequence.history, sequence.beyond, sequence.steps = "stop", bytes(40), beyond, 1
+    assert side.giver.is_worth(sequence) is is_worth
+
+
+def test_tokens_are_those_up_to_the_end_and_what_lies_beyond_it_is_counted() -> None:
+    duo = Duo()
+    sizes = duo.decode.sizes
+    drafting = dataclasses.replace(sizes.step, drafts=3, draft_rows=4)
+    duo.decode = DecodeSide(dataclasses.replace(sizes, step=drafting))
+    duo.link_up(2)
+    duo.start(1, PROMPT, 30)
+    plan = duo.prefill.plan(duo.now_us)
+    assert plan is not None
+    duo.prefill.apply(StepResult(plan.step, (9,), (), 1), duo.now_us)
+    duo.collect()
+    for tokens in ((5, 6, 7, 8), (5, EOS, 6, 7)):
+        plan = duo.decode.plan(duo.now_us)
+        assert plan is not None
+        result = StepResult(plan.step, (), tokens, 1, row_counts=(4,), row_proposed=(3,))
+        (sequence,) = duo.decode.sequences.values()
+        duo.decode.apply(result, duo.now_us)
+        duo.collect()
+    assert sequence.beyond == 2
+    assert array("i", sequence.history).tolist() == [9, 5, 6, 7, 8, 5, EOS]
+    offer = duo.words["decode"][0].message
+    assert isinstance(offer, TurnOffered) and offer.num_ids == len(PROMPT) + 6
 
 
 def test_prompts_are_recalled_once_and_within_bounds() -> None:
