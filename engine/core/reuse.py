@@ -28,6 +28,8 @@ from transport.messages import DeclineReason, PrefixCounts
 
 BRANCH_PAGES = 2
 """A branch cut spares later prompts at least so many pages."""
+TRUST_TURNS = 8
+"""So many prompts that could go on from a turn's end change the mind about whether they do."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -69,6 +71,7 @@ class PrefixCache:
         self._fingerprints = Fingerprints(page_tokens)
         self._seen = SeenPages()
         self._takes_turns = takes_turns
+        self._trust = 1.0
         self._recall = Recall()
         self._keeping: dict[RequestKey, Prompt] = {}
         self._queried = self._hit = self._possible = self._evicted_pages = 0
@@ -96,6 +99,8 @@ class PrefixCache:
             self._allocate(prompt, num_pages)
         if prompt.cut is not None:
             self._tree.use(prompt.cut, now_us)
+            if prompt.cut.is_turn or prompt.cut.is_passed:
+                self._trust += (prompt.cut.is_turn - self._trust) / TRUST_TURNS
         branch = min(known, (prompt.num_ids - 1) // self._page_tokens) * self._page_tokens
         if branch - prompt.cached >= BRANCH_PAGES * self._page_tokens:
             prompt.branch = branch
@@ -202,7 +207,17 @@ class PrefixCache:
             self._arena.slabs.free((turn.slab,), PageState.OWNED)
         else:
             self._arena.cache(pages[kept.start : kept.stop], turn.slab)
+            self._choose(turn)
         self.unpin_turn(turn)
+
+    def _choose(self, turn: Turn) -> None:
+        """Of the cuts at a turn's end and at its prompt's, the next turn goes on from one. The other one goes first,
+        where something has to: which it is, prompts have shown lately, since some clients leave out what was thought.
+        """
+        end, _ = self._tree.find(turn.digests, turn.ids, turn.num_ids)
+        assert end is not None and turn.cut is not None
+        end.is_turn, turn.cut.is_passed = True, True
+        self._tree.demote(turn.cut if self._trust >= 0.5 else end)
 
     def close_turn(self, turn: Turn, state: PageState) -> None:
         """A turn was given up, and nobody writes its memory any more, which is in `state`."""

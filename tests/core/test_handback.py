@@ -147,16 +147,17 @@ class Duo:
         self.now_us = 1
         self.prefill = PrefillSide(make_sizes(0, **{**more, "num_pages": prefill_pages}))
         self.decode = DecodeSide(make_sizes(1, **more))
+        self.decode_table = self.decode.sizes.num_pages, self.decode.sizes.num_slabs
         self.words: dict[str, list[ToPeer]] = {"prefill": [], "decode": []}
         self.pushes: list[StartPush] = []
         self.heads: list[Message] = []
-        self.hello = PeerHello(1, 0, 1, "x", 20, 6)
+        self.hello = PeerHello(1, 0, 1, "x", prefill_pages, self.prefill.sizes.num_slabs)
         self.link_up(1)
 
     def link_up(self, link: int) -> None:
         self.link = link
         self.decode.on_link_up(link, self.hello, self.now_us)
-        self.prefill.on_link_up(link, PeerWelcome(1, 1, 1, "x", 20, 6), self.now_us)
+        self.prefill.on_link_up(link, PeerWelcome(1, 1, 1, "x", *self.decode_table), self.now_us)
 
     def collect(self) -> None:
         """Takes effects; everything of the hand-off goes over at once, what is of turns waits."""
@@ -336,6 +337,32 @@ def test_a_share_of_the_memory_bounds_what_is_under_way() -> None:
     assert declined == TurnDeclined(3, 1, reason="full")
     duo.deliver("prefill")
     assert duo.counts()["declined"] == duo.counts()["full"] == 1
+
+
+@pytest.mark.parametrize("does_repeat", [True, False])
+def test_where_slabs_are_short_the_cut_goes_that_next_turns_do_not_use(does_repeat: bool) -> None:
+    """Whether prompts repeat answers as they were generated, or leave out a part."""
+    duo = Duo(num_slabs=8, num_pages=100, prefill_pages=100)
+
+    def have_turn(number: int, prompt: list[int]) -> None:
+        duo.compute(prompt, 6, number=number)
+        while duo.words["decode"] or duo.words["prefill"] or duo.pushes:
+            if duo.pushes:
+                duo.finish_push()
+            else:
+                duo.deliver("decode" if duo.words["decode"] else "prefill")
+
+    said = [9] * 6 if does_repeat else []
+    for number in range(12):
+        have_turn(2 * number, [2, 2 + number, *PROMPT])
+        have_turn(2 * number + 1, [2, 2 + number, *PROMPT, *said, 8])
+    before = duo.prefill.gauges().prefix
+    for number in range(5):  # five conversations leave ten cuts, and there are eight slabs
+        have_turn(100 + number, [3, 2 + number, *PROMPT])
+    for number in range(5):
+        have_turn(200 + number, [3, 2 + number, *PROMPT, *said, 8])
+    after = duo.prefill.gauges().prefix
+    assert after.hit - before.hit == (5 * 13 if does_repeat else 5 * 8)
 
 
 @pytest.mark.parametrize("what", ["forgotten", "twice", "draining"])
