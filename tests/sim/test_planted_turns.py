@@ -87,7 +87,7 @@ BUGS = (
     Bug(epoch_ended_while_the_turn_is_written, frozenset({"late-write"}), 40),
     Bug(failed_push_of_a_turn_believed_to_be_over, frozenset({"late-write"}), 100),
     Bug(turn_entered_one_id_too_far, frozenset({"tags"}), 40),
-    Bug(withdrawn_offer_keeps_its_pages, frozenset({"pages"}), 40),
+    Bug(withdrawn_offer_keeps_its_pages, frozenset({"pages"}), 100, first=30),
     Bug(turn_whose_pages_are_out_of_order, frozenset({"tags"}), 40),
 )
 
