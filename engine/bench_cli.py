@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIST_LIMIT = 4096
 """A longer list of numbers is a mistake."""
 ON_CPU = ("rows", "context", "steps", "prefill")
-ON_CUDA = ("shapes", "iters", "routing", "as_rank_of", "records")
+ON_CUDA = ("shapes", "iters", "routing", "as_rank_of", "dep", "records")
 """Options of `engine bench forward` that one kind of device only has."""
 
 
@@ -86,6 +86,7 @@ def bench() -> None:
     show_default=True,
     help="cuda: hold one of so many shares of the experts, for the rows of all ranks.",
 )
+@click.option("--dep", type=click.IntRange(2), help="cuda: really so many ranks, a GPU each, with their exchange.")
 @click.option(
     "--records",
     type=click.Choice(["fp8", "bf16", "fp32"]),
@@ -187,6 +188,26 @@ def serve(**options: Any) -> int:
     return 0
 
 
+@bench.command("link")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose memory.")
+@click.option("--pages", type=Numbers(), default="32,512", show_default=True, help="Pages of a request.")
+@click.option("--samples", type=click.IntRange(1, 1000), default=7, show_default=True, help="Pushes of each kind.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of where pages lie.")
+@click.option("--quiet", is_flag=True, help="Nothing but the record.")
+@click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
+@click.help_option("-h", "--help")
+def bench_link(**options: Any) -> int:
+    """Pushes between two processes by NIXL, pages of V4-Flash's size: time, rate, posting."""
+    from engine.bench.link import LinkOptions, describe_push, measure_link
+
+    if not options["pages"]:
+        raise click.UsageError("--pages is empty; write 32,512")
+    asked = LinkOptions(options["device"], options["pages"], samples=options["samples"], seed=options["seed"])
+    record = measure_link(asked, ["engine", *sys.argv[1:]], _teller(options))
+    _end(record, "\n".join(describe_push(run) for run in record["runs"]), options)
+    return int(not all(run["arrived"] for run in record["runs"]))
+
+
 def _refuse_given(ctx: click.Context, names: tuple[str, ...], words: str) -> None:
     """Raises UsageError for an option that would do nothing."""
     for name in names:
@@ -199,7 +220,7 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
 
     from engine.bench.cases import gather_cases
     from engine.bench.rig import StepOptions
-    from engine.bench.step import describe_run, measure_steps
+    from engine.bench.step import describe_run, measure_asked
 
     for case in options["cases"]:
         if not isinstance(case, str):
@@ -211,11 +232,11 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
         iters=options["iters"],
         samples=options["samples"],
         routing=options["routing"],
-        ranks=options["as_rank_of"],
+        ranks=options["dep"] or options["as_rank_of"],
         records=options["records"],
         seed=options["seed"],
     )
-    record = measure_steps(asked, ["engine", *sys.argv[1:]], _teller(options))
+    record = measure_asked(asked, ["engine", *sys.argv[1:]], _teller(options), is_group=options["dep"] is not None)
     _end(record, "\n".join(describe_run(run) for run in record["runs"]), options)
     return int(any("error" in run for run in record["runs"]))
 

@@ -334,8 +334,9 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 
 def _check_gpu(values: Mapping[str, Any], pools: Sequence[PoolConfig], problem: Callable[[str, str], None]) -> None:
     """What a rank on a GPU can not do yet is refused by name."""
-    if any(pool.group > 1 for pool in pools):
-        problem("pools.decode.group", 'on device = "cuda" each rank has all experts; write group = 1')
+    for name, pool in zip(("prefill", "decode"), pools, strict=True):
+        if pool.group > 1:
+            problem(f"pools.{name}.group", 'on device = "cuda" each rank has all experts; write group = 1')
     if values["draft.tokens"]:
         problem("draft.tokens", f'on device = "cuda" nothing is drafted; write 0, not {values["draft.tokens"]}')
     if values["replay_rows"]:

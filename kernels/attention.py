@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_records import find_entries, find_records, load_keys
+from kernels.attention_records import find_entries, find_records, load_keys, prefetch_records
 from kernels.attention_splits import (
     LEAST_TILES,
     LOG2_E,
@@ -35,6 +35,8 @@ KEYS = 64
 SPREAD = 2
 """A row of t tiles has splits of about sqrt(t / SPREAD) tiles: each split costs its partial result's way to memory."""
 
+SINGLE = 8
+"""Up to so many tiles of a row each is a split of its own."""
 LEAST_FP8_KEYS = 32
 """For fp8 records: with 16 and fewer than 64 heads Triton 3.6 multiplies the wrong channels (measured)."""
 
@@ -45,16 +47,16 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp8": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How programs are cut. `keys`, `spread` and `partials` change how a row's sums are rounded, so they may not follow
-    the number of rows; the others change no bit of the result.
+    """How programs are cut. `keys`, `spread`, `single` and `partials` change how a row's sums are rounded, so they may
+    not follow the number of rows; the others change no bit of the result.
 
     Attributes:
         heads: of a program, a power of two of at least 16.
         warps: of a program.
         stages: of the pipeline that loads records.
         programs: at most, as long as a row has one for each block of heads; its splits are dealt out to them.
-        overlaps: whether the kernel that adds splits is launched while the first one runs.
-        keys, spread: see KEYS and SPREAD.
+        overlaps: whether both kernels are launched while those before them drain (programmatic dependent launch).
+        keys, spread, single: see KEYS, SPREAD and SINGLE.
         partials: type of a split's result. It is a mean of records, so float16 rounds it four times finer than bf16
             rounds the sum, and halves what splits cost.
     """
@@ -63,9 +65,10 @@ class Config:
     warps: int = 8
     stages: int = 3
     programs: int = 132
-    overlaps: bool = False
+    overlaps: bool = not INTERPRETED
     keys: int = KEYS
     spread: int = SPREAD
+    single: int = SINGLE
     partials: torch.dtype = torch.float16
 
 
@@ -82,15 +85,15 @@ def choose_config(heads: int, dtype: torch.dtype, format: RecordFormat) -> Confi
 
 @triton.jit(
     do_not_specialize=[
-        "ring_data", "ring_scale", "entry_data", "entry_scale", "table_pages", "span", "spread", "room",
-        "parts",
+        "ring_data", "ring_scale", "entry_data", "entry_scale", "table_pages", "span", "spread", "single",
+        "room", "parts",
     ]
 )  # fmt: skip
 def _attend_kernel(
     query_ptr, sink_ptr, turns_ptr, positions_ptr, slabs_ptr, table_ptr, selected_ptr,
     arena8_ptr, arena16_ptr, arena32_ptr, arena64_ptr, out_ptr, partial_ptr, stats_ptr,
-    ring_data, ring_scale, ring_stride, entry_data, entry_scale, entry_stride, table_pages, span, spread, room,
-    parts,
+    ring_data, ring_scale, ring_stride, entry_data, entry_scale, entry_stride, table_pages, span, spread, single,
+    room, parts,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, SCALE: tl.constexpr,
     WINDOW: tl.constexpr, RING_ROWS: tl.constexpr, PAGE_ROWS: tl.constexpr, RATIO: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, SELECTS: tl.constexpr, TOP_K: tl.constexpr,
@@ -103,8 +106,6 @@ def _attend_kernel(
     Planes' offsets come in units of 16 bytes. There is room for `room` partial results of a row; SPLITS says whether a
     row may have more than one. ROOM is the same where this program, having all of them, adds them up, else 0.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
     A: tl.constexpr = query_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if tl.float32 == DOT else "tf32"
     GROUPS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
@@ -125,14 +126,9 @@ def _attend_kernel(
     channel = tl.where(slot < STILL_SLOTS, slot, slot - (STILL_SLOTS - STILL))
     mask = head_mask[:, None] & ((slot < STILL) | ((slot >= STILL_SLOTS) & (slot < STILL_SLOTS + ROPE)))[None, :]
     place = head[:, None] * WIDTH + channel[None, :]
-    query = tl.load(query_ptr + row.to(tl.int64) * (HEADS * WIDTH) + place, mask=mask, other=0.0).to(DOT)
     sink = tl.load(sink_ptr + head, mask=head_mask, other=0.0) * LOG2_E
-    if SELECTS:
-        selected_ptr += row.to(tl.int64) * TOP_K
-        k = tl.arange(0, TOP_K_PADDED)
-        chosen = tl.load(selected_ptr + k, mask=k < TOP_K, other=-1)
     seen, bound = measure_row(position, WINDOW, RATIO, TOP_K, SELECTS, HAS_ENTRIES)
-    tiles, splits = place_splits(bound, spread, KEYS, LEAST)
+    tiles, splits = place_splits(bound, spread, single, KEYS, LEAST)
     first_split = tl.program_id(1) * splits // parts
     last_split = (tl.program_id(1) + 1) * splits // parts
     if first_split == last_split:
@@ -140,6 +136,23 @@ def _attend_kernel(
     ring_data += slab * ring_stride
     ring_scale += slab * ring_stride
     table_ptr += sequence.to(tl.int64) * table_pages
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Records of the first tile go to the L2 while the kernel before ends. Those of this step may not be there yet:
+        # what is written later changes what the L2 holds.
+        if not SELECTS or (position + 1) // RATIO <= TOP_K:
+            start = first_split * tiles // splits * KEYS
+            base, _ = find_records(start, start + tl.arange(0, KEYS) - seen, seen, bound, position, ring_data,
+                                   ring_scale, entry_data, entry_scale, entry_stride, table_ptr, HAS_ENTRIES, RING_ROWS,
+                                   PAGE_ROWS, DATA_BYTES, SCALE_BYTES, ALIGN, KEYS)  # fmt: skip
+            prefetch_records(arena8_ptr, base * ALIGN, DATA_BYTES)
+        tl.extra.cuda.gdc_wait()
+    query = tl.load(query_ptr + row.to(tl.int64) * (HEADS * WIDTH) + place, mask=mask, other=0.0).to(DOT)
+    out_ptr += row.to(tl.int64) * (HEADS * WIDTH)
+    if SELECTS:
+        selected_ptr += row.to(tl.int64) * TOP_K
+        k = tl.arange(0, TOP_K_PADDED)
+        chosen = tl.load(selected_ptr + k, mask=k < TOP_K, other=-1)
     length = bound
     if SELECTS:
         length = seen + tl.sum((chosen >= 0).to(tl.int32), 0)
@@ -191,7 +204,7 @@ def _attend_kernel(
             total = tl.exp2(sink - final) + weight * total
             acc = acc * weight[:, None] * (1.0 / total)[:, None]
             acc = turn_back(acc, turns_ptr, position, STILL_SLOTS, ROPE, BLOCK, PADDED)
-            tl.store(out_ptr + row.to(tl.int64) * (HEADS * WIDTH) + place, acc.to(A), mask=mask)
+            tl.store(out_ptr + place, acc.to(A), mask=mask)
         elif SPLITS:
             part = row.to(tl.int64) * room + split
             acc = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
@@ -251,12 +264,11 @@ def attend(
     capacity = window
     if entries is not None:
         capacity += pages * entries.rows if selected is None else min(top_k, pages * entries.rows)
-    splits = count_splits(math.ceil(capacity / config.keys), config.spread)
+    splits = count_splits(math.ceil(capacity / config.keys), config.spread, config.single)
     block = config.heads
     groups = math.ceil(heads / block)
     parts = max(1, min(splits, config.programs // (count * groups)))
     partial = stats = out
-    overlaps = config.overlaps and parts > 1
     if splits > 1:
         partial = torch.empty((count, splits, heads, width), dtype=config.partials, device=query.device)
         stats = torch.empty((count, splits, 2, heads), dtype=torch.float32, device=query.device)
@@ -274,14 +286,15 @@ def attend(
         arena, whole.view(torch.bfloat16), whole.view(torch.float32), whole.view(torch.int64), out, partial, stats,
         ring.data // 16, ring.scale // 16, ring.stride // 16,
         plane.data // 16, plane.scale // 16, plane.stride // 16, pages,
-        rows.span, config.spread, splits, parts,
+        rows.span, config.spread, config.single, splits, parts,
         SCALE=width**-0.5, RING_ROWS=ring.rows, PAGE_ROWS=plane.rows, HAS_ENTRIES=entries is not None,
         FORMAT=FORMATS[ring.format], DATA_BYTES=ring.data_bytes, SCALE_BYTES=ring.scale_bytes,
         ALIGN=math.gcd(ring.data_bytes, 16), BLOCK=block,
         SPLITS=splits > 1, ROOM=splits if 1 == parts < splits else 0, PADDED=padded,
-        ADD_BLOCK=min(block, OWN_ADD_HEADS), DOT=dot, OVERLAPS=overlaps,
-        num_warps=config.warps, num_stages=config.stages, **sizes,
+        ADD_BLOCK=min(block, OWN_ADD_HEADS), DOT=dot, OVERLAPS=config.overlaps,
+        num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if config.overlaps else {}), **sizes,
     )  # fmt: skip
     if parts > 1:
-        add(partial, stats, sink, turns, rows.positions, out, config.spread, overlaps=overlaps, sizes=sizes)
+        sizes |= {"spread": config.spread, "single": config.single}
+        add(partial, stats, sink, turns, rows.positions, out, overlaps=config.overlaps, sizes=sizes)
     return out

@@ -42,6 +42,17 @@ def find_records(
 
 
 @triton.jit
+def prefetch_records(arena8_ptr, at, DATA_BYTES: tl.constexpr):
+    """Ask for the lines of records int64[KEYS], bytes from the arena's start."""
+    LINES: tl.constexpr = triton.next_power_of_2((DATA_BYTES + 127) // 128)
+    line = tl.minimum(tl.arange(0, LINES) * 128, DATA_BYTES - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(arena8_ptr + at)[:, None] + line[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _load_chunk(
     arena8_ptr, arena16_ptr, arena32_ptr, base, scales, CHUNK: tl.constexpr, STILL: tl.constexpr, ROPE: tl.constexpr,
     FORMAT: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,

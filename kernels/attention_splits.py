@@ -23,12 +23,12 @@ OWN_ADD_HEADS = 16
 
 
 @functools.cache
-def count_splits(tiles: int, spread: int) -> int:
+def count_splits(tiles: int, spread: int, single: int) -> int:
     """Splits at most of any row of up to so many tiles; see place_splits."""
     most = 1
     for t in range(1, tiles + 1):
-        each = LEAST_TILES
-        while each * each * spread < t:
+        each = 1 if t <= single else LEAST_TILES
+        while each * each * spread < t and t > single:
             each += 1
         most = max(most, -(-t // each))
     return most
@@ -50,13 +50,15 @@ def measure_row(
 
 
 @triton.jit
-def place_splits(length, spread, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def place_splits(length, spread, single, KEYS: tl.constexpr, LEAST: tl.constexpr):
     """(tiles, splits) of a row of so many records: by its own length, and nothing else.
 
-    Split s has tiles s * tiles // splits and following, so that none has two tiles more than another.
+    Up to `single` tiles each is a split. Split s has tiles s * tiles // splits and following, so that none has two
+    tiles more than another.
     """
     tiles = tl.cdiv(length, KEYS)
     each = tl.maximum(tl.ceil(tl.sqrt_rn(tl.cdiv(tiles, spread).to(tl.float32))).to(tl.int32), LEAST)
+    each = tl.where(tiles <= single, 1, each)
     return tiles, tl.maximum(tl.cdiv(tiles, each), 1)
 
 
@@ -96,7 +98,7 @@ def add_splits(
     partial_ptr, stats_ptr, sink_ptr, turns_ptr, out_ptr, row, position, splits, first_head,
     ROOM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of a row's splits for BLOCK heads, in order, and store A[BLOCK, WIDTH].
+    """Add the partial results of a row's splits for BLOCK heads, in order, and store A[BLOCK, WIDTH] of the row's out.
 
     A call, not inlined, so that a kernel that ends with it has its registers for what comes before.
     """
@@ -124,25 +126,28 @@ def add_splits(
         values += weight[:, None] * part
     values = values * (1.0 / total)[:, None]
     values = turn_back(values, turns_ptr, position, WIDTH - ROPE, ROPE, BLOCK, PADDED)
-    out = out_ptr + row.to(tl.int64) * (HEADS * WIDTH) + head[:, None] * WIDTH + channel[None, :]
+    out = out_ptr + head[:, None] * WIDTH + channel[None, :]
     tl.store(out, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["spread"])
+@triton.jit(do_not_specialize=["spread", "single"])
 def _add_kernel(
-    partial_ptr, stats_ptr, sink_ptr, turns_ptr, positions_ptr, out_ptr, spread,
+    partial_ptr, stats_ptr, sink_ptr, turns_ptr, positions_ptr, out_ptr, spread, single,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
     SELECTS: tl.constexpr, TOP_K: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
     ROOM: tl.constexpr, ADD_BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of ADD_BLOCK heads of one row, if it has more than one."""
     row = tl.program_id(0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions_ptr + row)
     _, length = measure_row(position, WINDOW, RATIO, TOP_K, SELECTS, True)
-    _, splits = place_splits(length, spread, KEYS, LEAST)
+    _, splits = place_splits(length, spread, single, KEYS, LEAST)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     if splits > 1:
+        out_ptr += row.to(tl.int64) * (HEADS * WIDTH)
         add_splits(partial_ptr, stats_ptr, sink_ptr, turns_ptr, out_ptr, row, position, splits,
                    tl.program_id(1) * ADD_BLOCK, ROOM, HEADS, ADD_BLOCK, WIDTH, ROPE)  # fmt: skip
 
@@ -154,7 +159,6 @@ def add(
     turns: Tensor,
     positions: Tensor,
     out: Tensor,
-    spread: int,
     *,
     overlaps: bool,
     sizes: dict[str, int],
@@ -168,11 +172,10 @@ def add(
         turns: of the layer.
         positions: int32[R].
         out: A[R, heads, width]; other rows are left alone.
-        spread: see place_splits.
         overlaps: whether to be launched before `partial` is complete, and wait.
         sizes: what the kernel has to know of rows beside, as both kernels count splits.
     """
     _add_kernel[(len(positions), math.ceil(sizes["HEADS"] / ADD_HEADS))](
-        partial, stats, sink, turns, positions, out, spread, ROOM=partial.shape[1], ADD_BLOCK=ADD_HEADS,
+        partial, stats, sink, turns, positions, out, ROOM=partial.shape[1], ADD_BLOCK=ADD_HEADS,
         OVERLAPS=overlaps, num_warps=4, **({"launch_pdl": True} if overlaps else {}), **sizes,
     )  # fmt: skip

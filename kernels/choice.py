@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.forms import StepRows
 
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, which knows no dependent launches."""
 LEAST = tl.constexpr(0x00800000)
 """Of the integers that stand for scores, the least finite one's."""
 
@@ -29,10 +32,12 @@ class ChoiceConfig:
     Attributes:
         segment: scores of a program, a power of two.
         warps: of a program.
+        overlaps: the kernels are launched while those before them drain (programmatic dependent launch).
     """
 
     segment: int = 32768
     warps: int = 16
+    overlaps: bool = not INTERPRETED
 
 
 DEFAULT = ChoiceConfig()
@@ -53,12 +58,16 @@ def _choose_entries_kernel(
     SEGMENT: tl.constexpr,
     GROUPS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     program = row * tl.num_programs(1) + tl.program_id(1)
     first = tl.program_id(1) * SEGMENT
     visible = (tl.load(positions + row) + 1) // RATIO
     place = tl.arange(0, TOP_K_PADDED)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     if visible <= TOP_K:
         if first == 0:
             tl.store(chosen + row * TOP_K + place, tl.where(place < visible, place, -1), mask=place < TOP_K)
@@ -170,9 +179,13 @@ def _merge_kernel(
     TOP_K_PADDED: tl.constexpr,
     SEGMENT: tl.constexpr,
     PLACES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     visible = (tl.load(positions + row) + 1) // RATIO
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     if visible <= tl.maximum(SEGMENT, TOP_K):
         return
     # The choices of segments, one after the other, are in the order of entries.
@@ -292,6 +305,7 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
     segments = triton.cdiv(capacity, segment)
     # Neighbours with high scores can lie behind one maximum in fours.
     room = 4 * groups
+    pdl = {"launch_pdl": True} if config.overlaps else {}
     chosen = torch.empty((total, top_k), dtype=torch.int32, device=scores.device)
     choices = chosen.new_empty((total, segments, top_k)) if segments > 1 else chosen
     _choose_entries_kernel[(total, segments)](
@@ -308,7 +322,9 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
         SEGMENT=segment,
         GROUPS=groups,
         CANDIDATES=room,
+        OVERLAPS=config.overlaps,
         num_warps=config.warps,
+        **pdl,
     )
     if segments > 1:
         places = max(16, triton.next_power_of_2(segments * top_k))
@@ -324,6 +340,8 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
             TOP_K_PADDED=triton.next_power_of_2(top_k),
             SEGMENT=segment,
             PLACES=places,
+            OVERLAPS=config.overlaps,
             num_warps=config.warps,
+            **pdl,
         )
     return chosen

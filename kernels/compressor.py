@@ -10,7 +10,6 @@ pooled + 8 rows, so the first is the older one.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch import Tensor
 from kernels.forms import Pooling, StepRows
 from kernels.pooling import close_group, write_raw_row
 from kernels.rows import INTERPRETED, await_inputs, launch_options
+from kernels.tickets import tickets_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +153,8 @@ def meeting_place(
     shares = torch.empty(
         (groups, triton.next_power_of_2(pooling.target.width)), dtype=torch.float32, device=arena.device
     )
-    return shares, _tickets(arena.device, arena.data_ptr(), pooling.ring.data, groups)
-
-
-@functools.cache
-def _tickets(device: torch.device, arena: int, ring: int, groups: int) -> Tensor:
-    """int32[groups] of one ring, 0 whenever no launch is under way: the last program of a group sets it back.
-
-    No two launches write the same ring at a time, so none shares it with another. It is never given back: a captured
-    graph may name it.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Zeroed in a graph it would not be zero for another graph that is replayed first.
-        raise RuntimeError("a launch that splits groups must have run once before it is captured")
-    return torch.zeros(groups, dtype=torch.int32, device=device)
+    # No two launches write the same ring at a time.
+    return shares, tickets_of(arena, groups, pooling.ring.data)
 
 
 def compress(

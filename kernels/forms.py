@@ -194,3 +194,21 @@ class HyperWeights:
     iterations: int
     eps: float
     norm_eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSums:
+    """What the routed experts gave a step's rows, not yet added up: sum over places, in order, and then the base.
+
+    Attributes:
+        pairs: float32[T, k, hidden], contiguous, with the routing weights in them. Where a place's expert is not on
+            this rank, anything.
+        ids: int32[T, k], contiguous, -1 for none.
+        expert_to_slot: int32[experts], -1 for an expert of another rank.
+        base: A[R, hidden], contiguous, R <= T: only the first R rows are wanted. None for all, and no base.
+    """
+
+    pairs: Tensor
+    ids: Tensor
+    expert_to_slot: Tensor
+    base: Tensor | None = None

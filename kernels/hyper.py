@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.forms import HyperWeights
+from kernels.forms import HyperWeights, PairSums
 
+EAGER_ROWS = 16
+"""Up to so many rows, pairs are read without asking first whether their experts are here: a wait for memory less."""
 TILE = 16
 """Rows that share a read of fn; the least that a matrix instruction takes. Not more for more rows: another shape of
 instruction could sum in another order, and a row's bits would depend on the batch."""
@@ -53,7 +55,10 @@ DEFAULT = HyperConfig()
 @triton.jit(do_not_specialize=["rows"])
 def _mix_kernel(
     streams,  # A[rows, N, HIDDEN]
-    output,  # A[rows, HIDDEN]
+    output,  # A[rows, HIDDEN]; None with PLACES and no base
+    pairs,  # float32[rows, PLACES, HIDDEN]
+    ids,  # int32[rows, PLACES]
+    expert_to_slot,  # int32[experts]
     post,  # float32[rows, N]
     combination,  # float32[rows, N, N]
     fn,  # float32[COUNT, N * HIDDEN]
@@ -67,6 +72,8 @@ def _mix_kernel(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     MIX: tl.constexpr,
+    PLACES: tl.constexpr,  # 0 for an output that is whole
+    EAGER: tl.constexpr,
     PROJECTION: tl.constexpr,
     WIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -93,7 +100,16 @@ def _mix_kernel(
         at = row[:, None] * (N * HIDDEN) + j * HIDDEN + channel[None, :]
         parts = parts + (tl.load(streams + at, mask=place, other=0.0),)
     if MIX:
-        written = tl.load(output + row[:, None] * HIDDEN + channel[None, :], mask=place, other=0.0).to(tl.float32)
+        sums = ()
+        slots = ()
+        for k in tl.static_range(PLACES):
+            expert = tl.load(ids + row * PLACES + k, mask=here, other=-1)
+            slots = slots + (tl.load(expert_to_slot + expert, mask=expert >= 0, other=-1)[:, None],)
+            at = (row[:, None] * PLACES + k) * HIDDEN + channel[None, :]
+            mask = place if EAGER else place & (slots[k] >= 0)
+            sums = sums + (tl.load(pairs + at, mask=mask, other=0.0),)
+        if PLACES == 0 or output is not None:
+            written = tl.load(output + row[:, None] * HIDDEN + channel[None, :], mask=place, other=0.0).to(tl.float32)
         posts = ()
         shares = ()
         for k in tl.static_range(N):
@@ -107,6 +123,12 @@ def _mix_kernel(
     tl.debug_barrier()
     products = tl.zeros((TILE, PADDED), tl.float32)
     squares = tl.zeros((TILE, WIDTH), tl.float32)
+    if PLACES > 0:
+        total = tl.zeros((TILE, WIDTH), tl.float32)
+        for k in tl.static_range(PLACES):
+            # What lies in the place of an expert that is not here is no number, maybe.
+            total += tl.where(slots[k] >= 0, sums[k], 0.0)
+        written = total + written if output is not None else total
     for k in tl.static_range(N):
         if MIX:
             stream = posts[k][:, None] * written
@@ -288,11 +310,12 @@ def _divide_columns(cells, N: tl.constexpr, eps, WIDE: tl.constexpr):
 
 def connect(
     streams: Tensor,
-    output: Tensor | None,
+    output: Tensor | PairSums | None,
     post: Tensor | None,
     combination: Tensor | None,
     weights: HyperWeights,
     pre: Tensor | None = None,
+    out: Tensor | None = None,
     *,
     config: HyperConfig = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -302,8 +325,10 @@ def connect(
         config: how the kernels are cut.
     """
     rows, n, _ = streams.shape
+    if out is not None and (out.shape != streams[:, 0].shape or not out.is_contiguous()):
+        raise ValueError(f"the sublayer's input must be contiguous [rows, hidden], found {out.shape}")
     mixed, partials = _mix(streams, output, post, combination, weights, config)
-    x = torch.empty_like(streams[:, 0])
+    x = torch.empty_like(streams[:, 0]) if out is None else out
     next_post, own = partials.new_empty((rows, n)), partials.new_empty((rows, n))
     matrix = partials.new_empty((rows, n, n))
     _collapse(mixed, partials, weights, config, x, pre, (next_post, matrix, own))
@@ -312,7 +337,7 @@ def connect(
 
 def collapse_head(
     streams: Tensor,
-    output: Tensor,
+    output: Tensor | PairSums,
     post: Tensor,
     combination: Tensor,
     weights: HyperWeights,
@@ -334,7 +359,7 @@ def collapse_head(
 
 def _mix(
     streams: Tensor,
-    output: Tensor | None,
+    output: Tensor | PairSums | None,
     post: Tensor | None,
     combination: Tensor | None,
     weights: HyperWeights,
@@ -346,11 +371,17 @@ def _mix(
     padded = max(16, triton.next_power_of_2(count + 1))
     splits = triton.cdiv(hidden, config.width)
     mixes = output is not None
+    pairs = ids = expert_to_slot = None
+    if isinstance(output, PairSums):
+        pairs, ids, expert_to_slot, output = output.pairs, output.ids, output.expert_to_slot, output.base
     mixed = torch.empty_like(streams) if mixes else streams
     partials = torch.empty((rows, splits, padded), dtype=torch.float32, device=streams.device)
     _mix_kernel[(splits, triton.cdiv(rows, TILE))](
         streams,
         output,
+        pairs,
+        ids,
+        expert_to_slot,
         post,
         combination,
         weights.fn,
@@ -364,6 +395,8 @@ def _mix(
         TILE=TILE,
         WIDTH=config.width,
         MIX=mixes,
+        PLACES=0 if ids is None else ids.shape[1],
+        EAGER=rows <= EAGER_ROWS,
         PROJECTION=config.projection if streams.dtype == torch.bfloat16 else "ieee",
         WIDE=INTERPRETED,
         OVERLAPS=config.overlaps,

@@ -1,8 +1,8 @@
 """Indexer: scores the entries that a row sees; `choice` takes the best of them.
 
-`_score_kernel` deals chunks of entries to its programs and reads each key once for all rows of a sequence. Its grid
-depends on shapes only; lengths are read on the device, and of a sequence whose rows keep everything that they see
-nothing is scored.
+`_score_kernel` deals chunks of entries to its programs, rotates queries and reads each key once for all rows of a
+sequence. Its grid depends on shapes only; lengths are read on the device, and of a sequence whose rows keep everything
+that they see nothing is scored.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import choice
 from kernels.forms import Plane, StepRows
+from kernels.rows import DEFAULT as ROWS
+from kernels.rows import head_arguments, prepare_heads
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which holds bf16 as integers and can not calculate with it."""
@@ -33,6 +36,7 @@ class IndexerConfig:
         registers: of a thread, at most, with one row to a sequence: as many as let four programs share a processor.
         warps, stages: of a program.
         shifts: e4m3 becomes bf16 by moving bits instead of by conversion.
+        overlaps: the score kernel is launched while the one before it drains (programmatic dependent launch).
         choice: of the kernels that choose.
     """
 
@@ -43,16 +47,23 @@ class IndexerConfig:
     warps: int = 4
     stages: int = 4
     shifts: bool = True
+    overlaps: bool = not INTERPRETED
     choice: choice.ChoiceConfig = choice.DEFAULT
 
 
 DEFAULT = IndexerConfig()
 
 
-@triton.jit(do_not_specialize=["sequences", "pages"])
+@triton.jit(do_not_specialize=["sequences", "pages", "preparers"])
 def _score_kernel(
+    heads,  # A[B * SPAN, heads, width] of the attention, rows `heads_stride` apart
+    prepared,  # A[B * SPAN, heads, width], written
+    heads_stride,
+    eps,
+    preparers,  # programs that prepare some of these heads; those after them score
     query,  # A[B * SPAN, HEADS, WIDTH], rows `query_stride` apart
     share,  # float32[B * SPAN, HEADS], rows `share_stride` apart
+    turns,  # float32[positions, TURNED]
     positions,  # int32[B * SPAN]
     tables,  # int32[B, pages]
     arena,  # uint8
@@ -65,6 +76,9 @@ def _score_kernel(
     data,
     scale,
     stride,
+    share_scale,
+    TURNED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     RATIO: tl.constexpr,
     TOP_K: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -83,7 +97,22 @@ def _score_kernel(
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
     SHIFTS: tl.constexpr,
+    PREPARED_HEADS: tl.constexpr,  # 0 where there are none
+    PREPARED_WIDTH: tl.constexpr,
+    PREPARED_BLOCK: tl.constexpr,
+    PREPARED_TILE: tl.constexpr,
+    PREPARED_NORM: tl.constexpr,
 ):
+    if OVERLAPS:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if PREPARED_HEADS > 0:  # noqa: SIM102 - decided by the compiler; the other one by the device
+        if program < preparers:
+            prepare_heads(
+                heads, prepared, turns, positions, program, heads_stride, eps, PREPARED_HEADS, PREPARED_WIDTH, TURNED,
+                PREPARED_BLOCK, PREPARED_TILE, PREPARED_NORM, OVERLAPS,
+            )  # fmt: skip
+            return
     # Chunks of all sequences in a row, dealt to the programs: as many chunks as there are, whatever the tables hold.
     each = tl.arange(0, SEQUENCES)
     at = each[:, None] * SPAN + tl.arange(0, SPAN_PADDED)[None, :]
@@ -92,7 +121,9 @@ def _score_kernel(
     chunks = tl.where(seen > TOP_K, tl.cdiv(seen, CHUNK), 0)
     ends = tl.cumsum(chunks, 0)
     total = tl.sum(chunks, 0)
-    item = tl.program_id(0)
+    if OVERLAPS:
+        gdc_wait()
+    item = program - preparers
     while item < total:
         sequence = tl.sum((ends <= item).to(tl.int32), 0)
         visible = tl.sum(tl.where(each == sequence, seen, 0), 0)
@@ -100,6 +131,7 @@ def _score_kernel(
         _score_chunk(
             query,
             share,
+            turns,
             positions,
             tables + sequence.to(tl.int64) * pages,
             arena,
@@ -113,6 +145,8 @@ def _score_kernel(
             data,
             scale,
             stride,
+            share_scale,
+            TURNED,
             RATIO,
             SPAN,
             HEADS,
@@ -129,13 +163,14 @@ def _score_kernel(
             WIDE,
             SHIFTS,
         )
-        item += tl.num_programs(0)
+        item += tl.num_programs(0) - preparers
 
 
 @triton.jit
 def _score_chunk(
     query,
     share,
+    turns,
     positions,
     table,
     arena,
@@ -149,6 +184,8 @@ def _score_chunk(
     data,
     scale,
     stride,
+    share_scale,
+    TURNED: tl.constexpr,
     RATIO: tl.constexpr,
     SPAN: tl.constexpr,
     HEADS: tl.constexpr,
@@ -172,19 +209,29 @@ def _score_chunk(
     shares = ()
     limits = ()
     for s in tl.static_range(SPAN):
-        limits = limits + ((tl.load(positions + row + s) + 1) // RATIO,)
+        position = tl.load(positions + row + s)
+        limits = limits + ((position + 1) // RATIO,)
         q_at = (row + s) * query_stride + head[:, None] * WIDTH + channel[None, :]
         q = tl.load(query + q_at, mask=(head < HEADS)[:, None] & (channel < WIDTH)[None, :], other=0.0)
-        factors = tl.load(share + (row + s) * share_stride + head, mask=head < HEADS, other=0.0)
+        factors = tl.load(share + (row + s) * share_stride + head, mask=head < HEADS, other=0.0) * share_scale
+        even, odd = tl.split(tl.reshape(q.to(tl.float32), (HEADS_PADDED, WIDTH_PADDED // 2, 2)))
+        pair = tl.arange(0, WIDTH_PADDED // 2)
+        angle = turns + tl.maximum(position, 0).to(tl.int64) * TURNED + 2 * pair - (WIDTH - TURNED)
+        turned = (2 * pair >= WIDTH - TURNED) & (2 * pair < WIDTH)
+        cos = tl.load(angle, mask=turned, other=1.0)[None, :]
+        sin = tl.load(angle + 1, mask=turned, other=0.0)[None, :]
+        turned_even = (even * cos - odd * sin).to(query.dtype.element_ty)
+        turned_odd = (even * sin + odd * cos).to(query.dtype.element_ty)
         if SHIFTS:
             # Keys come out 2^120 too small; the rest is made up for behind the sum.
-            q = (q.to(tl.float32) * 5.192296858534828e33).to(tl.bfloat16)
-            even, odd = tl.split(tl.reshape(q, (HEADS_PADDED, WIDTH_PADDED // 4, 2, 2)))
-            channels_0, channels_2 = tl.split(even)
-            channels_1, channels_3 = tl.split(odd)
+            even = (turned_even.to(tl.float32) * 5.192296858534828e33).to(tl.bfloat16)
+            odd = (turned_odd.to(tl.float32) * 5.192296858534828e33).to(tl.bfloat16)
+            channels_0, channels_2 = tl.split(tl.reshape(even, (HEADS_PADDED, WIDTH_PADDED // 4, 2)))
+            channels_1, channels_3 = tl.split(tl.reshape(odd, (HEADS_PADDED, WIDTH_PADDED // 4, 2)))
             queries = queries + ((channels_0.T, channels_1.T, channels_2.T, channels_3.T),)
             factors *= 256.0
         else:
+            q = tl.reshape(tl.join(turned_even, turned_odd), (HEADS_PADDED, WIDTH_PADDED))
             queries = queries + (q.to(tl.float32 if WIDE else tl.bfloat16).T,)
         shares = shares + (factors,)
     line = tl.arange(0, BLOCK)
@@ -282,11 +329,13 @@ def _shift(words):
 def select_entries(
     query: Tensor,
     share: Tensor,
+    turns: Tensor,
     ratio: int,
     top_k: int,
     rows: StepRows,
     arena: Tensor,
     keys: Plane,
+    share_scale: float = 1.0,
     *,
     config: IndexerConfig = DEFAULT,
 ) -> Tensor:
@@ -295,35 +344,66 @@ def select_entries(
     A row at position t sees entries w with (w + 1) * ratio <= t + 1.
 
     Args:
-        query: A[R, heads, width], rotated (rows may lie in a wider tensor).
-        share: float32[R, heads], the heads' weights, factors included (likewise).
+        query: A[R, heads, width], to be rotated (rows may lie in a wider tensor).
+        share: float32[R, heads], the heads' weights (likewise).
+        turns: of the layer, contiguous.
         ratio: tokens of an entry.
         top_k: places.
         rows: the step.
         arena: uint8[bytes].
         keys: index keys in pages.
+        share_scale: factor on all of `share`.
         config: how the kernels are cut.
 
     Returns:
         int32[R, top_k], ascending; -1 in the places that stay empty, which come last.
     """
-    scores = score_entries(query, share, ratio, top_k, rows, arena, keys, config=config)
+    scores = score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale, config=config)
     return choice.choose_entries(scores, ratio, top_k, rows, config=config.choice)
 
 
-def score_entries(
+def prepare_and_select(
     query: Tensor,
+    eps: float | None,
+    index_query: Tensor,
     share: Tensor,
+    turns: Tensor,
     ratio: int,
     top_k: int,
     rows: StepRows,
     arena: Tensor,
     keys: Plane,
+    share_scale: float = 1.0,
+    *,
+    config: IndexerConfig = DEFAULT,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.prepare_and_select`: the attention's heads are prepared beside the scoring."""
+    prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    scores = score_entries(
+        index_query, share, turns, ratio, top_k, rows, arena, keys, share_scale, (query, eps, prepared), config=config
+    )
+    return prepared, choice.choose_entries(scores, ratio, top_k, rows, config=config.choice)
+
+
+def score_entries(
+    query: Tensor,
+    share: Tensor,
+    turns: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    arena: Tensor,
+    keys: Plane,
+    share_scale: float = 1.0,
+    attention: tuple[Tensor, float | None, Tensor] | None = None,
     *,
     config: IndexerConfig = DEFAULT,
 ) -> Tensor:
     """float32[R, entries of a table and a few more]: the index scores of what a row sees, and minus infinity to the end
-    of the block; nothing for sequences that see no more than `top_k`."""
+    of the block; nothing for sequences that see no more than `top_k`.
+
+    With `attention` - A[R, heads, width], the eps of their norm, and where they go - `prepare_queries` beside it.
+    """
     total, heads, width = query.shape
     sequences, pages = rows.tables.shape
     # To the end of a block at least.
@@ -337,9 +417,18 @@ def score_entries(
     chunk = triton.next_power_of_2(triton.cdiv(sequences * capacity, programs))
     chunk = max(block, min(config.chunk, max(256, chunk)))
     programs = min(programs, sequences * triton.cdiv(capacity, chunk))
-    _score_kernel[(programs,)](
+    own, eps, prepared = attention if attention is not None else (query, None, query)
+    constants = head_arguments(own, eps, ROWS)
+    preparers = total * triton.cdiv(own.shape[1], constants["TILE"]) if attention is not None else 0
+    _score_kernel[(preparers + programs,)](
+        own,
+        prepared,
+        own.stride(0),
+        eps or 0.0,
+        preparers,
         query,
         share,
+        turns,
         rows.positions,
         rows.tables,
         arena,
@@ -352,6 +441,9 @@ def score_entries(
         keys.data,
         keys.scale,
         keys.stride,
+        share_scale,
+        TURNED=turns.shape[1] * 2,
+        OVERLAPS=config.overlaps,
         RATIO=ratio,
         TOP_K=top_k,
         SEQUENCES=triton.next_power_of_2(sequences),
@@ -370,7 +462,10 @@ def score_entries(
         STAGES=2 if wide else config.stages,
         WIDE=wide,
         SHIFTS=config.shifts and keys.format == "fp8" and not wide and width in (64, 128, 256),
+        PREPARED_HEADS=own.shape[1] if attention is not None else 0,
+        **{f"PREPARED_{name}": constants[name] for name in ("WIDTH", "BLOCK", "TILE", "NORM")},
         num_warps=config.warps,
+        **({"launch_pdl": True} if config.overlaps else {}),
         maxnreg=config.registers if rows.span == 1 and not wide else None,
     )
     return scores

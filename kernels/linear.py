@@ -1,9 +1,7 @@
-"""Linear: activations times dense weights (plain, grouped, gated) for the few rows of a decode step.
+"""Linear: activations times dense weights (plain, in pairs, grouped, gated) for the few rows of a decode step.
 
-The weight is the tall operand of the product (rows of the weight on M, dequantised in registers), the rows of the step
-are the narrow one (N = 16 .. 128): a decode step is bound by the bytes of the weight, and N is padding when it is not
-full. Where a weight has few tiles, its columns are cut into slices, one program each; the last program of a tile adds
-the slices' sums in ascending order.
+Where a weight has few tiles, its columns are cut into slices, one program each; the last program of a tile adds the
+slices' sums in ascending order.
 
 A row's bits do not depend on R or on the other rows: columns are added up in steps of `block_k` inside slices of a
 length that both follow from the weight alone, and slices are added in order. Whether slices are programs of their own
@@ -12,6 +10,9 @@ or a loop in one program (`serial`) does not change the order, and so may depend
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,21 +20,28 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.forms import Weight
+from kernels.products import multiply_tile, reorder
+from kernels.tickets import tickets_of
 from kernels.tiling import Tiling, tiling
 
-AHEAD_BYTES = 512
-"""Bytes of each row that go to the L2 before the kernel before has ended; 264 programs of 64 rows ask for 8.6 MB."""
+PREPARED_COLUMNS = 1024
+"""Of a program that turns x."""
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which holds bf16 as integers and can not calculate with it."""
 
-_counters: dict[tuple[torch.device, int, int], Tensor] = {}
 
-
-def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None, *, config: Tiling | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Weight,
+    out_dtype: torch.dtype | None = None,
+    *,
+    config: Tiling | None = None,
+) -> Tensor:
     """x times the transposed weight.
 
     Args:
-        x: A[R, in], rows contiguous (they may lie in a wider tensor).
+        x: A[R, in], rows contiguous (they may lie in a wider tensor). bf16 with a weight in fp8: below 65504, here and
+            in the other products; what is larger gives infinities.
         weight: [out, in].
         out_dtype: A if None.
         config: another tiling.
@@ -42,8 +50,54 @@ def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None, *, c
         out_dtype[R, out].
     """
     out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
-    _launch(x, weight, out, groups=1, gated=False, clamp=0.0, config=config)
+    _launch(_Product(x, weight, out, config))
     return out
+
+
+def paired_linear(
+    x: Tensor,
+    weight: Weight,
+    side: Weight,
+    *,
+    config: tuple[Tiling, Tiling] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x times two weights, in one launch.
+
+    Args:
+        x: A[R, in], rows contiguous (they may lie in a wider tensor).
+        weight: [out, in].
+        side: [side out, in]; what it gives is kept in float32.
+        config: other tilings, with the same `block_n`, `warps` and `stages`.
+
+    Returns:
+        (A[R, out], float32[R, side out]).
+    """
+    out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
+    side_out = torch.empty((x.shape[0], side.data.shape[0]), dtype=torch.float32, device=x.device)
+    if x.shape[0] == 0:
+        return out, side_out
+    if config is None:
+        own = tiling(weight, x.shape[0], x.dtype)
+        other = tiling(side, x.shape[0], x.dtype)
+        taller = own if own.block_n * own.block_m >= other.block_n * other.block_m else other
+        shared = {name: getattr(taller, name) for name in ("block_n", "block_m", "warps", "registers", "overlaps")}
+        stages = min(own.stages, other.stages)
+        own, other = (dataclasses.replace(each, **shared, stages=stages) for each in (own, other))
+    else:
+        own, other = config
+    first, second = _Product(x, weight, out, own), _Product(x, side, side_out, other)
+    overlaps = own.overlaps and not INTERPRETED
+    if not first.rows_contiguous or not second.rows_contiguous:
+        raise ValueError("rows of x and the weights must be contiguous")
+    _paired_kernel[(first.row_tiles, first.programs + second.programs)](
+        *first.tensors, *second.tensors, x.shape[0], first.x.stride(0), x.stride(0), out.stride(0), side_out.stride(0),
+        IN=x.shape[1], BLOCK_N=own.block_n, OVERLAPS=overlaps, TRIGGERS=not INTERPRETED, THREADS=own.warps * 32,
+        **{f"{name}_0": value for name, value in first.constants.items()},
+        **{f"{name}_1": value for name, value in second.constants.items()},
+        **({"launch_pdl": True} if overlaps else {}),
+        num_warps=own.warps, num_stages=own.stages, maxnreg=own.registers,
+    )  # fmt: skip
+    return out, side_out
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int, *, config: Tiling | None = None) -> Tensor:
@@ -59,7 +113,7 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int, *, config: Tiling | N
         A[R, groups * out].
     """
     out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, groups=groups, gated=False, clamp=0.0, config=config)
+    _launch(_Product(x, weight, out, config, groups=groups))
     return out
 
 
@@ -76,264 +130,144 @@ def gated_linear(x: Tensor, weight: Weight, clamp: float, *, config: Tiling | No
         A[R, width].
     """
     out = torch.empty((x.shape[0], weight.data.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, groups=1, gated=True, clamp=clamp, config=config)
+    _launch(_Product(x, weight, out, config, gated=True), clamp)
     return out
 
 
-def _launch(
-    x: Tensor, weight: Weight, out: Tensor, *, groups: int, gated: bool, clamp: float, config: Tiling | None
-) -> None:
-    rows, (height, width) = x.shape[0], weight.data.shape
-    if rows == 0:
-        return
-    if x.stride(1) != 1 or not weight.data.is_contiguous():
-        raise ValueError("rows of x and the weight must be contiguous")
-    chosen = config or tiling(weight, rows, x.dtype)
-    slice_columns = triton.cdiv(triton.cdiv(width, chosen.block_k), chosen.slices) * chosen.block_k
-    # Outputs of a group, and of a tile.
-    group_out = height // groups // (2 if gated else 1)
-    tile_out = chosen.block_m // (2 if gated else 1)
-    tiles = groups * triton.cdiv(group_out, tile_out)
-    row_tiles = triton.cdiv(rows, chosen.block_n)
-    split = chosen.slices if not chosen.serial else 1
-    partials, counters = out, out
-    if split > 1:
-        partials = torch.empty(
-            (tiles * row_tiles, split, chosen.block_m * chosen.block_n), dtype=torch.float32, device=x.device
-        )
-        counters = _counters_of(weight.data, tiles * row_tiles)
-    scaled = weight.scale is not None
-    overlaps = chosen.overlaps and not INTERPRETED
-    row_bytes = slice_columns * (chosen.slices // split) * weight.data.element_size()
-    _linear_kernel[(row_tiles, tiles, split)](
-        x,
-        weight.data,
-        weight.scale if scaled else weight.data,
-        out,
-        partials,
-        counters,
-        rows,
-        x.stride(0),
-        out.stride(0),
-        clamp,
-        GROUP_OUT=group_out,
-        GROUPS=groups,
-        IN=width,
-        SLICE=slice_columns,
-        SLICES=chosen.slices,
-        SERIAL=chosen.serial or chosen.slices == 1,
-        SCALED=scaled,
-        SCALE_ROWS=weight.block[0],
-        SCALE_COLUMNS=weight.block[1],
-        SCALE_STRIDE=weight.scale.shape[1] if weight.scale is not None else 0,
-        GATED=gated,
-        WIDE=INTERPRETED or x.dtype == torch.float32 or weight.data.dtype == torch.float32,
-        BLOCK_M=chosen.block_m,
-        BLOCK_N=chosen.block_n,
-        BLOCK_K=chosen.block_k,
-        OVERLAPS=overlaps,
-        SCALE_WEIGHTS=chosen.scale_weights,
+class _Product:
+    """A product as its kernel is told: tensors, constants, and how many programs it has."""
+
+    def __init__(
+        self, x: Tensor, weight: Weight, out: Tensor, config: Tiling | None, *, groups: int = 1, gated: bool = False
+    ) -> None:
+        rows, (height, width) = x.shape[0], weight.data.shape
+        self.rows_contiguous = x.stride(1) == 1 and weight.data.is_contiguous()
+        self.tiling = chosen = config or tiling(weight, rows, x.dtype)
+        scaled = weight.scale is not None
+        wide = INTERPRETED or torch.float32 in (x.dtype, weight.data.dtype)
+        if chosen.prepared and scaled and not wide and self.rows_contiguous and width % chosen.block_k == 0:
+            x = _prepare(x, chosen.block_k)
+        self.x, self.out, self.width = x, out, width
+        slice_columns = triton.cdiv(triton.cdiv(width, chosen.block_k), chosen.slices) * chosen.block_k
+        # Outputs of a group.
+        group_out = height // groups // (2 if gated else 1)
+        tiles = groups * triton.cdiv(group_out, chosen.block_m // (2 if gated else 1))
+        split = chosen.slices if not chosen.serial else 1
+        self.row_tiles = triton.cdiv(rows, chosen.block_n)
+        self.programs = tiles * split
+        partials, tickets = out, out
+        if split > 1 and rows:
+            count = tiles * self.row_tiles
+            partials = torch.empty(
+                (count, split, chosen.block_m * chosen.block_n), dtype=torch.float32, device=x.device
+            )
+            tickets = tickets_of(weight.data, count)
+        row_bytes = slice_columns * (chosen.slices // split) * weight.data.element_size()
         # A power of two, and nothing behind the end.
-        AHEAD=min(AHEAD_BYTES, row_bytes & -row_bytes) // 32 * 32 if width % slice_columns == 0 else 0,
-        **({"launch_pdl": True} if overlaps else {}),
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-    )
+        ahead = min(chosen.ahead, row_bytes & -row_bytes) // 32 * 32 if width % slice_columns == 0 else 0
+        self.tensors = (x, weight.data, weight.scale if scaled else weight.data, out, partials, tickets)
+        self.constants: dict[str, Any] = {
+            "GROUP_OUT": group_out,
+            "SLICE": slice_columns,
+            "SLICES": chosen.slices,
+            "SERIAL": chosen.serial or chosen.slices == 1,
+            "SCALED": scaled,
+            "SCALE_ROWS": weight.block[0],
+            "SCALE_COLUMNS": weight.block[1],
+            "SCALE_STRIDE": weight.scale.shape[1] if weight.scale is not None else 0,
+            "WIDE": wide,
+            "BLOCK_M": chosen.block_m,
+            "BLOCK_K": chosen.block_k,
+            "AHEAD": ahead,
+        }
+        self.groups, self.gated = groups, gated
 
 
-def _counters_of(data: Tensor, count: int) -> Tensor:
-    """int32[count] zeros that belong to a weight: launches on one weight must not overlap in time.
-
-    Each launch leaves zeros behind, so a graph can replay. They are never freed, since a graph may hold them, and made
-    outside of graphs: memory of a graph would be cleared in the replays of the graph that made it, and in no other.
-    """
-    key = (data.device, data.data_ptr(), count)
-    held = _counters.get(key)
-    if held is None:
-        if data.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a product with slices must run once before it is captured")
-        held = torch.zeros(count, dtype=torch.int32, device=data.device)
-        _counters[key] = held
-    return held
-
-
-@triton.jit
-def _power(byte):
-    """float32 2^(byte - 127)."""
-    # Exponent 0 is the subnormal 2^-127.
-    return tl.where(byte == 0, 1 << 22, byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+def _launch(product: _Product, clamp: float = 0.0) -> None:
+    chosen, x, out = product.tiling, product.x, product.out
+    if x.shape[0] == 0:
+        return
+    if not product.rows_contiguous:
+        raise ValueError("rows of x and the weight must be contiguous")
+    overlaps = chosen.overlaps and not INTERPRETED
+    _linear_kernel[(product.row_tiles, product.programs)](
+        *product.tensors, x.shape[0], x.stride(0), out.stride(0), clamp, IN=product.width, GROUPS=product.groups,
+        GATED=product.gated, **product.constants, BLOCK_N=chosen.block_n, OVERLAPS=overlaps,
+        TRIGGERS=not INTERPRETED,
+        THREADS=chosen.warps * 32, **({"launch_pdl": True} if overlaps else {}),
+        num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers,
+    )  # fmt: skip
 
 
-@triton.jit
-def _scale_bytes(
-    scale_at, lift_at, k, IN: tl.constexpr, COLUMNS: tl.constexpr, UNIFORM: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Scales at column k of a tile's rows (and of the up projection's, where one stands for all): uint8[BLOCK_M]."""
-    # Also asked for columns behind the end, by the last step for the next and by slices that are empty: any number will
-    # do, but it has to be one.
-    column = tl.minimum(k, IN - 1) // COLUMNS
-    byte = tl.load(scale_at + column)
-    lift = byte
-    if UNIFORM:
-        byte = tl.full((BLOCK_M,), byte, tl.uint8)
-        if GATED:
-            lift = tl.full((BLOCK_M,), tl.load(lift_at + column), tl.uint8)
-    return byte, lift
-
-
-@triton.jit
-def _prefetch(weight_at, AHEAD: tl.constexpr):
-    """Ask for AHEAD bytes of each row; weight_at: pointers [BLOCK_M]."""
-    # Sector by sector: whether a request brings in more than 32 bytes of a line is not documented.
-    at = weight_at.to(tl.int64)[:, None] + tl.arange(0, AHEAD // 32)[None, :] * 32
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _prepare(x: Tensor, block_k: int) -> Tensor:
+    """x as the products with fp8 weights turn it, once for all tiles: float16, columns in the other order."""
+    rows, width = x.shape
+    out = torch.empty((rows, triton.cdiv(width, block_k) * block_k), dtype=torch.float16, device=x.device)
+    columns = max(block_k, PREPARED_COLUMNS)
+    _prepare_kernel[(rows, triton.cdiv(width, columns))](
+        x, out, x.stride(0), out.stride(0), IN=width, OUT=out.shape[1], BLOCK_K=block_k, COLUMNS=columns,
+        launch_pdl=True, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
-def _store_tile(
-    total,
-    out,
-    out_stride,
-    row,
-    rows,
-    group,
-    tile,
-    clamp,
-    GROUP_OUT: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _prepare_kernel(
+    x, out, x_stride, out_stride, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Finish the sums float32[BLOCK_M, BLOCK_N] of a tile and store them in the rows of out."""
-    if GATED:
-        TILE: tl.constexpr = BLOCK_M // 2
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, TILE, BLOCK_N)), (1, 2, 0)))
-        gate = tl.minimum(gate, clamp, propagate_nan=tl.PropagateNan.ALL)
-        result = gate / (1.0 + tl.exp(-gate)) * tl.clamp(up, -clamp, clamp, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        TILE: tl.constexpr = BLOCK_M
-        result = total
-    column = tile * TILE + tl.arange(0, TILE)
-    at = row.to(tl.int64)[:, None] * out_stride + (group * GROUP_OUT + column)[None, :]
-    mask = (row < rows)[:, None] & (column < GROUP_OUT)[None, :]
-    tl.store(out + at, tl.trans(result).to(out.dtype.element_ty), mask=mask)
+    gdc_launch_dependents()
+    gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value = tl.load(x + row * x_stride + column, mask=column < IN, other=0.0).to(tl.float16)
+    value = tl.reshape(
+        reorder(tl.reshape(value, (COLUMNS // BLOCK_K, BLOCK_K)), COLUMNS // BLOCK_K, BLOCK_K), (COLUMNS,)
+    )
+    tl.store(out + row * out_stride + column, value, mask=column < OUT)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x,
-    weight,
-    scale,
-    out,
-    partials,
-    counters,
-    rows,
-    x_stride,
-    out_stride,
-    clamp,
-    GROUP_OUT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    IN: tl.constexpr,
-    SLICE: tl.constexpr,
-    SLICES: tl.constexpr,
-    SERIAL: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    GATED: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr,
-):
-    # Tiles of rows are neighbours, so that a weight comes from memory once and from the cache afterwards.
-    TILE: tl.constexpr = BLOCK_M // 2 if GATED else BLOCK_M
-    GROUP_TILES: tl.constexpr = (GROUP_OUT + TILE - 1) // TILE
-    STEPS: tl.constexpr = SLICE // BLOCK_K
-    EVEN: tl.constexpr = IN % SLICE == 0
-    group = tl.program_id(1) // GROUP_TILES
-    tile = tl.program_id(1) % GROUP_TILES
-    first = 0 if SERIAL else tl.program_id(2) * SLICE
+    x, weight, scale, out, partials, tickets, rows, x_stride, out_stride, clamp,
+    IN: tl.constexpr, GROUPS: tl.constexpr, GATED: tl.constexpr, GROUP_OUT: tl.constexpr,
+    SLICE: tl.constexpr, SLICES: tl.constexpr, SERIAL: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, SCALE_STRIDE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr, TRIGGERS: tl.constexpr, AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    multiply_tile(
+        x, weight, scale, out, partials, tickets, rows, x_stride, out_stride, clamp, tl.program_id(1),
+        GROUP_OUT, GROUPS, IN, SLICE, SLICES, SERIAL, SCALED, SCALE_ROWS, SCALE_COLUMNS,
+        SCALE_STRIDE, GATED, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, OVERLAPS, TRIGGERS, AHEAD, THREADS,
+    )  # fmt: skip
 
-    # Weight rows past an edge repeat the last one, and are not stored. Rows of x past it are not read at all: every
-    # program on the chip asking for one line of the cache over and over took twice as long at one row (measured).
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    weight_row = group * GROUP_OUT + tl.minimum(tile * TILE + m % TILE, GROUP_OUT - 1) + (m // TILE) * GROUP_OUT
-    k = first + tl.arange(0, BLOCK_K)
-    there = (row < rows)[:, None]
-    x_at = x + group * IN + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_at = weight + weight_row.to(tl.int64)[:, None] * IN + k[None, :]
-    if SCALED:
-        # Where a tile lies in one block (each half of a gated one), its scale is a number, else a vector.
-        UNIFORM: tl.constexpr = SCALE_ROWS % TILE == 0 and (GROUP_OUT % TILE == 0 or (GROUPS == 1 and not GATED))
-        scale_row = group * GROUP_OUT + tile * TILE if UNIFORM else weight_row
-        scale_at = scale + scale_row // SCALE_ROWS * SCALE_STRIDE
-        lift_at = scale + (scale_row + GROUP_OUT) // SCALE_ROWS * SCALE_STRIDE
-        byte, lift = _scale_bytes(scale_at, lift_at, first, IN, SCALE_COLUMNS, UNIFORM, GATED, BLOCK_M)
 
-    if OVERLAPS:
-        # Until here weights only. What the kernel before reads and writes is touched behind the wait.
-        gdc_launch_dependents()
-        if AHEAD > 0:
-            _prefetch(weight + weight_row.to(tl.int64) * IN + first, AHEAD)
-        gdc_wait()
-
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(STEPS * SLICES if SERIAL else STEPS):
-        if EVEN:
-            w = tl.load(weight_at + step * BLOCK_K)
-            rows_x = tl.load(x_at + step * BLOCK_K, mask=there, other=0.0)
-        else:
-            inside = (step * BLOCK_K + k < IN)[None, :]
-            w = tl.load(weight_at + step * BLOCK_K, mask=inside, other=0.0)
-            rows_x = tl.load(x_at + step * BLOCK_K, mask=there & inside, other=0.0)
-        if WIDE:
-            w = w.to(tl.float32)
-            rows_x = rows_x.to(tl.float32)
-        elif SCALED:
-            # By way of float16 and float32. The direct way is one F2F for each element, of which a multiprocessor does
-            # 16 in a cycle: less than its share of what memory delivers.
-            w = w.to(tl.float16).to(tl.float32).to(tl.bfloat16)
-        if SCALED:
-            factor = _power(tl.where(m < TILE, byte, lift) if UNIFORM and GATED else byte)[:, None]
-            if not WIDE and SCALE_WEIGHTS:
-                sums = tl.dot(w * factor.to(tl.bfloat16), tl.trans(rows_x), sums)
-            else:
-                # The step's own sum takes the scale, which is a power of two, so nothing is rounded once more.
-                sums += tl.dot(w, tl.trans(rows_x), input_precision="ieee") * factor
-            # The next step's scales are on their way during this step's product.
-            at = first + (step + 1) * BLOCK_K
-            byte, lift = _scale_bytes(scale_at, lift_at, at, IN, SCALE_COLUMNS, UNIFORM, GATED, BLOCK_M)
-        else:
-            sums = tl.dot(w, tl.trans(rows_x), sums, input_precision="ieee")
-        # The compiler decides the first condition, the second is asked in every step.
-        if SERIAL and SLICES > 1:  # noqa: SIM102
-            if step % STEPS == STEPS - 1:
-                total += sums
-                sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if SERIAL:
-        total = total + sums if SLICES == 1 else total
-        _store_tile(total, out, out_stride, row, rows, group, tile, clamp, GROUP_OUT, GATED, BLOCK_M, BLOCK_N)
+@triton.jit(do_not_specialize=["rows"])
+def _paired_kernel(
+    x_0, weight_0, scale_0, out_0, partials_0, tickets_0, x_1, weight_1, scale_1, out_1, partials_1, tickets_1,
+    rows, x_stride_0, x_stride_1, out_stride_0, out_stride_1,
+    IN: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr, TRIGGERS: tl.constexpr,
+    THREADS: tl.constexpr,
+    GROUP_OUT_0: tl.constexpr, SLICE_0: tl.constexpr, SLICES_0: tl.constexpr, SERIAL_0: tl.constexpr,
+    SCALED_0: tl.constexpr, SCALE_ROWS_0: tl.constexpr, SCALE_COLUMNS_0: tl.constexpr, SCALE_STRIDE_0: tl.constexpr,
+    WIDE_0: tl.constexpr, BLOCK_M_0: tl.constexpr, BLOCK_K_0: tl.constexpr, AHEAD_0: tl.constexpr,
+    GROUP_OUT_1: tl.constexpr, SLICE_1: tl.constexpr, SLICES_1: tl.constexpr, SERIAL_1: tl.constexpr,
+    SCALED_1: tl.constexpr, SCALE_ROWS_1: tl.constexpr, SCALE_COLUMNS_1: tl.constexpr, SCALE_STRIDE_1: tl.constexpr,
+    WIDE_1: tl.constexpr, BLOCK_M_1: tl.constexpr, BLOCK_K_1: tl.constexpr, AHEAD_1: tl.constexpr,
+):  # fmt: skip
+    # The side weight's programs come first: they have more to do.
+    PROGRAMS: tl.constexpr = (GROUP_OUT_1 + BLOCK_M_1 - 1) // BLOCK_M_1 * (1 if SERIAL_1 else SLICES_1)
+    if tl.program_id(1) < PROGRAMS:
+        multiply_tile(
+            x_1, weight_1, scale_1, out_1, partials_1, tickets_1, rows, x_stride_1, out_stride_1, 0.0,
+            tl.program_id(1), GROUP_OUT_1, 1, IN, SLICE_1, SLICES_1, SERIAL_1, SCALED_1,
+            SCALE_ROWS_1, SCALE_COLUMNS_1, SCALE_STRIDE_1, False, WIDE_1, BLOCK_M_1, BLOCK_N, BLOCK_K_1, OVERLAPS,
+            TRIGGERS, AHEAD_1, THREADS,
+        )  # fmt: skip
     else:
-        place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-        inner = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        part = partials + place * (SLICES * BLOCK_M * BLOCK_N) + inner
-        tl.store(part + tl.program_id(2) * (BLOCK_M * BLOCK_N), sums)
-        # All threads have stored before one of them says so, to the whole device.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu")
-        if arrived == SLICES - 1:
-            for s in tl.static_range(SLICES):
-                # .cg: written by other multiprocessors, so never from this one's L1.
-                total += tl.load(part + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            _store_tile(total, out, out_stride, row, rows, group, tile, clamp, GROUP_OUT, GATED, BLOCK_M, BLOCK_N)
-            tl.store(counters + place, 0)
+        multiply_tile(
+            x_0, weight_0, scale_0, out_0, partials_0, tickets_0, rows, x_stride_0, out_stride_0, 0.0,
+            tl.program_id(1) - PROGRAMS, GROUP_OUT_0, 1, IN, SLICE_0, SLICES_0, SERIAL_0,
+            SCALED_0, SCALE_ROWS_0, SCALE_COLUMNS_0, SCALE_STRIDE_0, False, WIDE_0, BLOCK_M_0, BLOCK_N, BLOCK_K_0,
+            OVERLAPS, TRIGGERS, AHEAD_0, THREADS,
+        )  # fmt: skip

@@ -16,27 +16,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.forms import SCALE_CHANNELS, HyperWeights, Plane, Pooling, RawRing, SlotWeights, StepRows, Weight
+from kernels.forms import SCALE_CHANNELS, HyperWeights, PairSums, Plane, Pooling, RawRing, SlotWeights, StepRows, Weight
 
 __all__ = [
+    # ends
+    "open_streams", "likeliest",
     # linear
-    "linear", "grouped_linear", "gated_linear",
+    "linear", "paired_linear", "grouped_linear", "gated_linear",
     # hyper
     "connect", "collapse_head",
     # rows
-    "norm_rows", "prepare_queries", "prepare_both", "write_window",
+    "norm_rows", "prepare_queries", "write_window",
     # compressor
     "compress",
     # entrance
     "enter_attention",
     # indexer
-    "select_entries",
+    "select_entries", "prepare_and_select",
     # attention
     "attend",
     # gate
     "route",
     # experts
-    "mix_experts",
+    "mix_experts", "multiply_pairs",
+    # exchange, combine
+    "dispatch_rows", "combine_rows",
 ]  # fmt: skip
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -83,6 +87,20 @@ def slot_matrices(slots: SlotWeights, slot: int) -> tuple[Tensor, Tensor]:
     return up, dequantise_mxfp4(slots.down[slot], slots.down_scale[slot])
 
 
+# Ends
+
+
+def open_streams(tokens: Tensor, embed: Tensor, n: int) -> Tensor:
+    """A[R, n, hidden]: the lines of int32[R] tokens in A[vocab, hidden], once in each stream."""
+    return embed[tokens.long()].unsqueeze(1).repeat(1, n, 1)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """int64[R]: the first of the largest of each row of float32[R, vocab]; NaN counts as largest."""
+    largest = logits.amax(-1, keepdim=True)
+    return ((logits == largest) | logits.isnan()).int().argmax(-1)
+
+
 # Linear layers
 
 
@@ -98,6 +116,11 @@ def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> T
         out_dtype[R, out].
     """
     return (x.float() @ dequantise(weight).T).to(out_dtype or x.dtype)
+
+
+def paired_linear(x: Tensor, weight: Weight, side: Weight) -> tuple[Tensor, Tensor]:
+    """x times two weights: (A[R, out], float32[R, side out])."""
+    return linear(x, weight), linear(x, side, torch.float32)
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
@@ -139,28 +162,31 @@ def _gated(gate: Tensor, up: Tensor, clamp: float) -> Tensor:
 
 def connect(
     streams: Tensor,
-    output: Tensor | None,
+    output: Tensor | PairSums | None,
     post: Tensor | None,
     combination: Tensor | None,
     weights: HyperWeights,
     pre: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Leave one sublayer and enter the next: mix its output into the streams, predict, collapse, norm.
 
     Args:
         streams: A[R, n, hidden], as they entered the sublayer before; not written.
-        output: A[R, hidden] of it; None at the first sublayer, which leaves the streams as they are.
+        output: A[R, hidden] of it, or what adds up to it; None at the first sublayer, which leaves the streams as they
+            are.
         post: float32[R, n], its own; None like `output`.
         combination: float32[R, n, n] (from, to), its own; None like `output`.
         weights: of the sublayer that is entered.
         pre: float32[R, n] to collapse with (V4.1: the one before); None for the sublayer's own.
+        out: A[R, hidden], where the input of the sublayer goes; None for new memory.
 
     Returns:
         (streams A[R, n, hidden], input of the sublayer A[R, hidden], post, combination, pre: its own).
     """
     mixed = streams
     if output is not None and post is not None and combination is not None:
-        written = post.unsqueeze(-1) * output.float().unsqueeze(1)
+        written = post.unsqueeze(-1) * _whole(output).unsqueeze(1)
         mixed = (written + torch.einsum("rjk,rjd->rkd", combination, streams.float())).to(streams.dtype)
     n = streams.shape[1]
     z = _predict(mixed, weights)
@@ -172,21 +198,26 @@ def connect(
         matrix = matrix / (matrix.sum(2, keepdim=True) + weights.eps)
         matrix = matrix / (matrix.sum(1, keepdim=True) + weights.eps)
     x = _collapse(mixed, own if pre is None else pre, weights)
+    x = x if out is None else out.copy_(x)
     return mixed, x, next_post, matrix, own
 
 
 def collapse_head(
-    streams: Tensor, output: Tensor, post: Tensor, combination: Tensor, weights: HyperWeights
+    streams: Tensor, output: Tensor | PairSums, post: Tensor, combination: Tensor, weights: HyperWeights
 ) -> tuple[Tensor, Tensor]:
     """Leave the last sublayer: mix its output in, collapse by the head's own coefficients, norm.
 
     Returns:
         (streams A[R, n, hidden] after the last layer, hidden A[R, hidden], the head's input).
     """
-    written = post.unsqueeze(-1) * output.float().unsqueeze(1)
+    written = post.unsqueeze(-1) * _whole(output).unsqueeze(1)
     mixed = (written + torch.einsum("rjk,rjd->rkd", combination, streams.float())).to(streams.dtype)
     pre = torch.sigmoid(_predict(mixed, weights) * weights.scale + weights.base) + weights.eps
     return mixed, _collapse(mixed, pre, weights)
+
+
+def _whole(output: Tensor | PairSums) -> Tensor:
+    return add_pairs(output) if isinstance(output, PairSums) else output.float()
 
 
 def _predict(streams: Tensor, weights: HyperWeights) -> Tensor:
@@ -227,7 +258,7 @@ def prepare_queries(query: Tensor, positions: Tensor, turns: Tensor, eps: float 
     """Norm each head (without weight; not at all if `eps` is None) and rotate it by its row's position.
 
     Args:
-        query: A[R, heads, width]; may be overwritten.
+        query: A[R, heads, width] (rows may lie in a wider tensor).
         positions: int32[R]; -1 is taken as 0.
         turns: of the layer.
         eps: of the norm.
@@ -237,32 +268,6 @@ def prepare_queries(query: Tensor, positions: Tensor, turns: Tensor, eps: float 
     """
     x = query.float() if eps is None else _norm(query, None, eps)
     return _turn(x, turns[positions.long().clamp(min=0)].unsqueeze(1)).to(query.dtype)
-
-
-def prepare_both(
-    query: Tensor,
-    shape: tuple[int, int],
-    index_shape: tuple[int, int],
-    positions: Tensor,
-    turns: Tensor,
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
-    """`prepare_queries` of the attention's heads, and without the norm of the indexer's, which lie behind them.
-
-    Args:
-        query: A[R, heads * width + index heads * index width] (rows may lie in a wider tensor).
-        shape: heads and width of the attention.
-        index_shape: of the indexer.
-        positions: int32[R]; -1 is taken as 0.
-        turns: of the layer.
-        eps: of the norm.
-
-    Returns:
-        (A[R, heads, width], A[R, index heads, index width]).
-    """
-    count = shape[0] * shape[1]
-    heads, index_heads = query[:, :count].unflatten(1, shape), query[:, count:].unflatten(1, index_shape)
-    return prepare_queries(heads, positions, turns, eps), prepare_queries(index_heads, positions, turns, None)
 
 
 def write_window(
@@ -437,29 +442,58 @@ def score_entries(query: Tensor, share: Tensor, ratio: int, rows: StepRows, aren
 
 
 def select_entries(
-    query: Tensor, share: Tensor, ratio: int, top_k: int, rows: StepRows, arena: Tensor, keys: Plane
+    query: Tensor,
+    share: Tensor,
+    turns: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    arena: Tensor,
+    keys: Plane,
+    share_scale: float = 1.0,
 ) -> Tensor:
     """The `top_k` entries with the highest index scores among those a row sees; equal scores go to the lowest entry.
 
     A row at position t sees entries w with (w + 1) * ratio <= t + 1.
 
     Args:
-        query: A[R, heads, width], rotated.
-        share: float32[R, heads], the heads' weights, factors included.
+        query: A[R, heads, width] (rows may lie in a wider tensor); to be rotated by the rows' positions.
+        share: float32[R, heads] (rows may lie in a wider tensor), the heads' weights.
+        turns: of the layer.
         ratio: tokens of an entry.
         top_k: places.
         rows: the step.
         arena: uint8[bytes].
         keys: index keys in pages.
+        share_scale: factor on all of `share`.
 
     Returns:
         int32[R, top_k], ascending; -1 in the places that stay empty, which come last.
     """
+    query = prepare_queries(query, rows.positions, turns, None)
     chosen = torch.full((rows.rows, top_k), -1, dtype=torch.int32, device=query.device)
-    for r, scores in enumerate(score_entries(query, share, ratio, rows, arena, keys)):
+    for r, scores in enumerate(score_entries(query, share * share_scale, ratio, rows, arena, keys)):
         order = torch.sort(scores, descending=True, stable=True).indices[:top_k].sort().values
         chosen[r, : len(order)] = order.int()
     return chosen
+
+
+def prepare_and_select(
+    query: Tensor,
+    eps: float | None,
+    index_query: Tensor,
+    share: Tensor,
+    turns: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    arena: Tensor,
+    keys: Plane,
+    share_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`prepare_queries` of the attention's heads, with `eps`, and beside it `select_entries` with the indexer's."""
+    selected = select_entries(index_query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
+    return prepare_queries(query, rows.positions, turns, eps), selected
 
 
 # Attention
@@ -522,43 +556,53 @@ def attend(
 
 
 def route(
-    logits: Tensor,
+    x: Tensor,
+    gate: Weight,
     bias: Tensor | None,
     hashed: Tensor | None,
     top_k: int,
     scale: float,
-    valid: Tensor | None = None,
+    tokens: Tensor | None = None,
+    positions: Tensor | None = None,
     counts: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by the square root of softplus of the logits, plus a bias for the choice only.
 
     Args:
-        logits: float32[T, experts].
+        x: A[T, hidden] (rows may lie in a wider tensor).
+        gate: [experts, hidden], not quantised; times x the logits, in float32.
         bias: float32[experts]; None with `hashed`.
-        hashed: int32[T, top_k], experts that were looked up by token; None where they are chosen.
+        hashed: int32[any, top_k], experts that are looked up; None where they are chosen.
         top_k: experts of a row.
         scale: factor on the weights, which add up to 1 before it.
-        valid: bool[T], rows that count as load; None for all. Others get expert -1 in all places and weight 0.
-        counts: int32[experts], to which the rows of each expert are added.
+        tokens: int32[T], the rows' lines of `hashed`; None where line r is row r's.
+        positions: int32[T]; rows with position -1 get expert -1 in all places and weight 0. None if there are none.
+        counts: int32[experts], to which the rows of each expert are added, those with position -1 left out.
+        out: where results go, both contiguous; None for new memory.
 
     Returns:
         (ids int32[T, top_k], ascending, weights float32[T, top_k]).
     """
-    scores = F.softplus(logits.float()).sqrt()
+    scores = F.softplus(linear(x, gate, torch.float32)).sqrt()
     if hashed is not None:
-        ids = hashed.long().sort(-1).values
+        lines = hashed[: len(x)] if tokens is None else hashed[tokens.long()]
+        ids = lines.long().sort(-1).values
     else:
         ranked = scores if bias is None else scores + bias
         ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     chosen = scores.gather(-1, ids)
     weights = chosen / chosen.sum(-1, keepdim=True) * scale
-    if valid is not None:
-        ids = torch.where(valid.unsqueeze(1), ids, -1)
-        weights = torch.where(valid.unsqueeze(1), weights, 0.0)
+    if positions is not None:
+        is_used = (positions >= 0).unsqueeze(1)
+        ids = torch.where(is_used, ids, -1)
+        weights = torch.where(is_used, weights, 0.0)
     if counts is not None:
         flat = ids.flatten()
         counts += torch.bincount(flat[flat >= 0], minlength=len(counts)).int()
-    return ids.int(), weights
+    if out is None:
+        return ids.int(), weights
+    return out[0].copy_(ids), out[1].copy_(weights)
 
 
 def mix_experts(
@@ -585,9 +629,23 @@ def mix_experts(
         float32[T, hidden], zero where a row has no expert here; with a base A[R, hidden]. Summed in the order of the
         places, the base last.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for place in range(ids.shape[1]):
-        for row, expert in enumerate(ids[:, place].tolist()):
+    out = add_pairs(multiply_pairs(x, ids, weights, expert_to_slot, slots, clamp, base))
+    return out if base is None else out.to(base.dtype)
+
+
+def multiply_pairs(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_to_slot: Tensor,
+    slots: SlotWeights,
+    clamp: float,
+    base: Tensor | None = None,
+) -> PairSums:
+    """What `mix_experts` adds up, for `connect`, which can do that, too."""
+    pairs = torch.zeros((*ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+    for row, experts in enumerate(ids.tolist()):
+        for place, expert in enumerate(experts):
             slot = int(expert_to_slot[expert]) if expert >= 0 else -1
             if slot < 0:
                 continue
@@ -595,5 +653,74 @@ def mix_experts(
             gate, lift = (up @ x[row].float()).chunk(2)
             # The hidden layer is stored in A between the two products.
             inner = _gated(gate, lift, clamp).to(x.dtype).float()
-            out[row] += weights[row, place] * (down @ inner)
-    return out if base is None else (out[: len(base)] + base.float()).to(base.dtype)
+            pairs[row, place] = weights[row, place] * (down @ inner)
+    return PairSums(pairs, ids, expert_to_slot, base)
+
+
+def add_pairs(sums: PairSums) -> Tensor:
+    """float32[R, hidden]: the pairs whose experts are here, in the order of places, and then the base."""
+    rows = len(sums.pairs) if sums.base is None else len(sums.base)
+    out = torch.zeros_like(sums.pairs[:rows, 0])
+    for place in range(sums.ids.shape[1]):
+        ids = sums.ids[:rows, place].long()
+        is_here = (ids >= 0) & (sums.expert_to_slot[ids.clamp(min=0)] >= 0)
+        out += torch.where(is_here.unsqueeze(1), sums.pairs[:rows, place], 0.0)
+    return out if sums.base is None else out + sums.base.float()
+
+
+# Exchange between ranks
+
+
+def dispatch_rows(
+    x: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], rows: int, *, narrow: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every rank of a group has after a dispatch. The launcher is one rank's share in it.
+
+    Args:
+        x: of each rank A[own, hidden].
+        ids: of each rank int32[own, k].
+        weights: of each rank float32[own, k].
+        rows: places that each rank has, at least its own rows.
+        narrow: rows go through e4m3, with a power of two for each 128 columns.
+
+    Returns:
+        (A[ranks * rows, hidden], int32[ranks * rows, k], float32[ranks * rows, k]), by rank; 0, -1 and 0 where a rank
+        has no row.
+    """
+    fill = [(0, 0, 0, rows - len(own)) for own in x]
+    all_x = torch.cat([F.pad(own, pad) for own, pad in zip(x, fill, strict=True)])
+    if narrow:
+        groups = all_x.float().unflatten(1, (-1, 128))
+        scale = power_of_two(scale_byte(groups.abs().amax(-1, keepdim=True) / E4M3_MAX))
+        all_x = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1).to(all_x.dtype)
+    all_ids = torch.cat([F.pad(own, pad, value=-1) for own, pad in zip(ids, fill, strict=True)])
+    return all_x, all_ids, torch.cat([F.pad(own, pad) for own, pad in zip(weights, fill, strict=True)])
+
+
+def keep_ids(ids: Tensor, expert_to_place: Tensor, place: int) -> Tensor:
+    """int32[rows, k]: the ids whose experts a place computes, by int32[experts]; -1 instead of others."""
+    is_here = (ids >= 0) & (expert_to_place[ids.long().clamp(min=0)] == place)
+    return torch.where(is_here, ids, -1)
+
+
+def combine_rows(
+    partial: Sequence[Tensor], rank: int, ids: Tensor, base: Tensor | None, dtype: torch.dtype, part_dtype: torch.dtype
+) -> Tensor:
+    """The sums of a rank's own rows over the parts of all ranks, added in the order of ranks, the base last.
+
+    Args:
+        partial: of each rank float32[own, hidden], its part of the sums of this rank's rows.
+        rank: this one, whose own part is not rounded to `part_dtype`.
+        ids: int32[own, k]; a row whose first one is -1 is padding, whose sum is 0.
+        base: A[own, hidden], or None.
+        dtype: A.
+        part_dtype: in which parts travel.
+
+    Returns:
+        A[own, hidden].
+    """
+    total = torch.zeros_like(partial[rank])
+    for source, part in enumerate(partial):
+        total += part if source == rank else part.to(part_dtype).float()
+    total = torch.where(ids[:, :1] >= 0, total, 0.0)
+    return (total if base is None else total + base.float()).to(dtype)

@@ -26,15 +26,13 @@ class RowsConfig:
     """How rows are cut. Nothing in it depends on the number of rows, so a row's bits do not either.
 
     Attributes:
-        warps: of a program with one row.
+        warps: of a program.
         elements: channels of all heads of a program of queries.
-        query_warps: of such a program.
         early: kernels are launched while those before them drain (programmatic dependent launch).
     """
 
     warps: int = 4
     elements: int = 2048
-    query_warps: int = 4
     early: bool = not INTERPRETED
 
 
@@ -105,9 +103,8 @@ def prepare_heads(
     query,  # A[rows, ...], rows `stride` apart, this tensor's heads side by side
     out,  # A[rows, HEADS, WIDTH]
     turns,  # float32[positions, TURNED]
-    position,
-    row,  # int64
-    first,  # head
+    positions,  # int32[rows]
+    program,  # of a row, and of TILE heads of it
     stride,
     eps,
     HEADS: tl.constexpr,
@@ -116,23 +113,29 @@ def prepare_heads(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Norm and rotate TILE heads of a row."""
-    head = first + tl.arange(0, TILE)
-    channel = tl.arange(0, BLOCK)
-    inside = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
-    place = head[:, None] * WIDTH + channel[None, :]
-    x = tl.load(query + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    """Norm and rotate TILE heads of a row; with EARLY wait for the query before it is read."""
+    PARTS: tl.constexpr = (HEADS + TILE - 1) // TILE
+    row = (program // PARTS).to(tl.int64)
+    head = program % PARTS * TILE + tl.arange(0, TILE)
     # Neighbours that turn are loaded once more, apart: parting them within the tile would send all of it through shared
     # memory. These come from the L1. [pairs, heads], as the compiler spreads threads over the first axis first.
     STILL: tl.constexpr = WIDTH - TURNED
     pair = tl.arange(0, triton.next_power_of_2(TURNED // 2))
     turned = (pair < TURNED // 2)[:, None] & (head < HEADS)[None, :]
     even_place = STILL + 2 * pair[:, None] + head[None, :] * WIDTH
-    even = tl.load(query + row * stride + even_place, mask=turned, other=0.0).to(tl.float32)
-    odd = tl.load(query + row * stride + even_place + 1, mask=turned, other=0.0).to(tl.float32)
+    position = tl.maximum(tl.load(positions + row), 0)
     angle = turns + position.to(tl.int64) * TURNED + 2 * pair[:, None] + 0 * head[None, :]
     cos, sin = tl.load(angle, mask=turned, other=0.0), tl.load(angle + 1, mask=turned, other=0.0)
+    if EARLY:
+        gdc_wait()
+    channel = tl.arange(0, BLOCK)
+    inside = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
+    place = head[:, None] * WIDTH + channel[None, :]
+    x = tl.load(query + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    even = tl.load(query + row * stride + even_place, mask=turned, other=0.0).to(tl.float32)
+    odd = tl.load(query + row * stride + even_place + 1, mask=turned, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
         x, even, odd = x * scale[:, None], even * scale[None, :], odd * scale[None, :]
@@ -181,9 +184,8 @@ def _write_window_kernel(
 
 @triton.jit
 def _prepare_queries_kernel(
-    query,  # A[rows, HEADS * WIDTH + INDEX_HEADS * INDEX_WIDTH], rows `stride` apart
-    out,  # A[rows, HEADS, WIDTH]
-    index_out,  # A[rows, INDEX_HEADS, INDEX_WIDTH]
+    query,
+    out,
     turns,
     positions,
     stride,
@@ -192,28 +194,15 @@ def _prepare_queries_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,  # 0 for none
-    INDEX_WIDTH: tl.constexpr,
-    INDEX_BLOCK: tl.constexpr,
-    INDEX_TILE: tl.constexpr,
     TURNED: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    await_inputs(EARLY)
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    position = tl.maximum(tl.load(positions + row), 0)
-    PARTS: tl.constexpr = (HEADS + TILE - 1) // TILE
-    if part < PARTS:
-        prepare_heads(
-            query, out, turns, position, row, part * TILE, stride, eps, HEADS, WIDTH, TURNED, BLOCK, TILE, NORM
-        )
-    elif INDEX_HEADS > 0:
-        prepare_heads(
-            query + HEADS * WIDTH, index_out, turns, position, row, (part - PARTS) * INDEX_TILE, stride, eps,
-            INDEX_HEADS, INDEX_WIDTH, TURNED, INDEX_BLOCK, INDEX_TILE, False,
-        )  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    prepare_heads(
+        query, out, turns, positions, tl.program_id(0), stride, eps, HEADS, WIDTH, TURNED, BLOCK, TILE, NORM, EARLY
+    )
 
 
 def launch_options(early: bool) -> dict[str, bool]:
@@ -291,7 +280,7 @@ def prepare_queries(
     """Norm each head (without weight; not at all if `eps` is None) and rotate it by its row's position.
 
     Args:
-        query: A[R, heads, width], the heads of a row side by side.
+        query: A[R, heads, width], the heads of a row side by side (rows may lie in a wider tensor).
         positions: int32[R]; -1 is taken as 0.
         turns: of the layer, contiguous.
         eps: of the norm.
@@ -300,49 +289,20 @@ def prepare_queries(
     Returns:
         A[R, heads, width].
     """
-    return _prepare(query.flatten(1), query.shape[1:], (0, 1), positions, turns, eps, config)[0]
-
-
-def prepare_both(
-    query: Tensor,
-    shape: tuple[int, int],
-    index_shape: tuple[int, int],
-    positions: Tensor,
-    turns: Tensor,
-    eps: float | None,
-    config: RowsConfig = DEFAULT,
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.prepare_both`; `turns` must be contiguous."""
-    return _prepare(query, shape, index_shape, positions, turns, eps, config)
-
-
-def _prepare(
-    query: Tensor,
-    shape: tuple[int, ...],
-    index_shape: tuple[int, int],
-    positions: Tensor,
-    turns: Tensor,
-    eps: float | None,
-    config: RowsConfig,
-) -> tuple[Tensor, Tensor]:
-    rows = query.shape[0]
-    (heads, width), (index_heads, index_width) = shape, index_shape
+    rows, heads, width = query.shape
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
-    index_out = torch.empty((rows, index_heads, index_width), dtype=query.dtype, device=query.device)
-    block, index_block = triton.next_power_of_2(width), triton.next_power_of_2(index_width)
-    tile = _tile(config.elements, block, heads)
-    index_tile = _tile(config.elements, index_block, index_heads)
-    parts = triton.cdiv(heads, tile) + triton.cdiv(index_heads, index_tile)
     if rows:
-        _prepare_queries_kernel[(parts, rows)](
-            query, out, index_out, turns, positions, query.stride(0), eps or 0.0,
-            HEADS=heads, WIDTH=width, BLOCK=block, TILE=tile,
-            INDEX_HEADS=index_heads, INDEX_WIDTH=index_width, INDEX_BLOCK=index_block, INDEX_TILE=index_tile,
-            TURNED=turns.shape[1] * 2, NORM=eps is not None, EARLY=config.early,
-            num_warps=config.query_warps, **launch_options(config.early),
+        constants = head_arguments(query, eps, config)
+        _prepare_queries_kernel[(rows * triton.cdiv(heads, constants["TILE"]),)](
+            query, out, turns, positions, query.stride(0), eps or 0.0, TURNED=turns.shape[1] * 2, **constants,
+            EARLY=config.early, num_warps=config.warps, **launch_options(config.early),
         )  # fmt: skip
-    return out, index_out
+    return out
 
 
-def _tile(elements: int, block: int, heads: int) -> int:
-    return max(1, min(elements // block, triton.next_power_of_2(heads)))
+def head_arguments(query: Tensor, eps: float | None, config: RowsConfig) -> dict[str, int]:
+    """Constants of `prepare_heads`."""
+    _, heads, width = query.shape
+    block = triton.next_power_of_2(width)
+    tile = max(1, min(config.elements // block, triton.next_power_of_2(heads)))
+    return {"HEADS": heads, "WIDTH": width, "BLOCK": block, "TILE": tile, "NORM": eps is not None}

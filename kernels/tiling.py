@@ -14,11 +14,12 @@ PROGRAMS = 264
 """Programs that are resident at once on an H200: two on each of 132 multiprocessors."""
 SHORTEST_SLICE = 256
 """Columns below which a slice costs more in sums than it gains in memory requests."""
+MOST_SLICES = {1: 4, 2: 8, 4: 16}
+"""By bytes of a number: what more slices gain at few rows, they lose in sums at many."""
 SHARED_BYTES = 110 * 1024
-"""Shared memory that a program's stages may take where a multiprocessor is to hold two, and nearly twice that where the
-sums leave registers for one only."""
-
-
+"""Shared memory that a program's stages may take, as a multiprocessor is to hold two."""
+PREPARED_BYTES = 16 << 20
+"""fp8 weights from this size on gain more than the kernel that turns x costs, at 64 rows."""
 OVERLAP_BYTES = 2 << 20
 """Weights up to this size are loaded while the kernel before drains, which gains a microsecond of six. Larger ones
 lose up to half of their time by it (measured)."""
@@ -35,9 +36,10 @@ class Tiling:
         slices: parts of the columns, each summed on its own.
         serial: one program sums all slices of its tile.
         warps, stages: of a program.
-        overlaps: the kernel is launched while the one before it drains (programmatic dependent launch), and moves its
-            first columns to the L2 meanwhile.
-        scale_weights: scales go to the weights and not to the sums of a step: fewer registers, other bits.
+        overlaps: the kernel is launched while the one before it drains (programmatic dependent launch).
+        ahead: bytes of each row that such a kernel moves to the L2 before the one before it has ended, at most.
+        prepared: x is turned into what products with fp8 take by a kernel of its own, and not by each program.
+        registers: of a thread, at most.
     """
 
     block_m: int
@@ -48,7 +50,9 @@ class Tiling:
     warps: int
     stages: int
     overlaps: bool = False
-    scale_weights: bool = False
+    ahead: int = 512
+    prepared: bool = False
+    registers: int | None = None
 
 
 def tiling(weight: Weight, rows: int, activation: torch.dtype = torch.bfloat16) -> Tiling:
@@ -63,24 +67,30 @@ def tiling(weight: Weight, rows: int, activation: torch.dtype = torch.bfloat16) 
 def _tiling(height: int, width: int, element: int, scale_columns: int, rows: int) -> Tiling:
     # A line of the cache in each row; and a step of the loop never leaves a block of the scales.
     block_k = min(128 // element, scale_columns & -scale_columns, max(16, triton.next_power_of_2(width)))
-    slices = 1
-    while triton.cdiv(height, 64) * slices * 2 <= PROGRAMS and width >= slices * 2 * SHORTEST_SLICE:
+    slices, tiles = 1, triton.cdiv(height, 64)
+    # Narrow blocks of scales make steps short; more programs hide what each costs.
+    narrow = element == 1 and scale_columns < 128
+    while (
+        tiles * slices * 2 <= PROGRAMS * (2 if narrow else 1)
+        and width >= slices * 2 * SHORTEST_SLICE
+        and slices < MOST_SLICES[element] * (2 if narrow else 1)
+    ):
         slices *= 2
     block_n = min(128, max(16, triton.next_power_of_2(rows)))
     if element == 4:
         # float32 is not for the matrix units: small tiles, so that the operands fit in registers.
         return Tiling(64, min(block_n, 32), block_k, slices, False, 4, 2)
-    # Tall tiles read x less often; low ones are more programs, and shorter sums where there are many slices.
-    block_m = 128 if (rows > 64 and slices < 8) or triton.cdiv(height, 128) >= 3 * PROGRAMS else 64
-    if block_m == 64:
-        # One warp group's sums: two would both dequantise the whole tile.
-        block_n = min(block_n, 64)
-    programs = triton.cdiv(height, block_m) * slices
-    while slices >= 8 and block_n > 16 and triton.cdiv(rows, block_n // 2) * programs <= PROGRAMS:
-        block_n //= 2
-    shared = SHARED_BYTES if block_n <= 64 else SHARED_BYTES * 9 // 5
+    # All rows in one tile as far as possible, since each tile dequantises the weight again; and tall tiles where x is
+    # large, since each reads all of it.
+    block_m = 128 if block_n >= 64 or triton.cdiv(height, 128) >= 3 * PROGRAMS else 64
+    warps = 8 if block_n >= 64 else 4
     # Measured at 16 rows: three stages where there are programs enough, four elsewhere; six were slower throughout.
     stages = 3 if triton.cdiv(height, block_m) * slices >= 2 * PROGRAMS else 4
-    stages = max(2, min(stages, shared // (block_k * (block_m * element + block_n * 2))))
+    stages = max(2, min(stages, SHARED_BYTES // (block_k * (block_m * element + block_n * 2))))
     overlaps = not triton.knobs.runtime.interpret and height * width * element <= OVERLAP_BYTES
-    return Tiling(block_m, block_n, block_k, slices, False, 8 if block_n > 64 else 4, stages, overlaps)
+    prepared = block_n >= 128 or (block_n == 64 and height * width >= PREPARED_BYTES)
+    # Two programs on a multiprocessor: one dequantises while the other multiplies.
+    registers = 128 if block_n >= 128 else None
+    return Tiling(
+        block_m, block_n, block_k, slices, False, warps, stages, overlaps, prepared=prepared, registers=registers
+    )

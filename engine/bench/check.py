@@ -14,8 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from engine.model.ops import Ops, reference_ops, wrap_ops
+from kernels.forms import PairSums
+from kernels.reference import add_pairs
 
-LIMITS = {"linear": 6e-3, "grouped_linear": 6e-3, "gated_linear": 1e-2, "mix_experts": 1e-2, "attend": 1e-2}
+LIMITS = {
+    "linear": 6e-3,
+    "paired_linear": 6e-3,
+    "grouped_linear": 6e-3,
+    "gated_linear": 1e-2,
+    "multiply_pairs": 1e-2,
+    "attend": 1e-2,
+}
 """Relative error of the norm, for bf16: one or two roundings of 2^-9, and sums in another order."""
 LIMIT = 5e-3
 CHANGED_LIMIT = 0.02
@@ -83,7 +92,7 @@ def _compare(finding: Finding, found: Tensor, wanted: Tensor) -> None:
 def _share_of_strangers(found: Tensor, wanted: Tensor) -> float:
     """Of all that was chosen in a row, how much is not in the other's row."""
     missing = total = 0
-    for mine, other in zip(found.tolist(), wanted.tolist(), strict=True):
+    for mine, other in zip(found.view(len(found), -1).tolist(), wanted.view(len(wanted), -1).tolist(), strict=True):
         missing += len(set(mine) ^ set(other))
         total += len(set(mine) | set(other))
     return missing / max(total, 1)
@@ -92,6 +101,8 @@ def _share_of_strangers(found: Tensor, wanted: Tensor) -> float:
 def _tensors(result: Any) -> Sequence[Tensor]:
     if result is None:
         return ()
+    if isinstance(result, PairSums):
+        return (add_pairs(result),)
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 

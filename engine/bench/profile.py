@@ -24,19 +24,22 @@ from kernels.forms import Weight
 MARK = "step:"
 REST = "rest"
 GROUPS = ("experts", "dense", "attention", "indexer", "compressor", "rows", "hyper", "gate", "head", REST)
-"""In the order in which they are printed; `compressor` has norms and window records too, `rows` rotations."""
+"""In the order in which they are printed; `compressor` has norms and window records too."""
 _GROUP_OF = {
     "mix_experts": "experts",
+    "multiply_pairs": "experts",
     "linear": "dense",
+    "paired_linear": "dense",
     "grouped_linear": "dense",
     "gated_linear": "dense",
     "attend": "attention",
-    "select_entries": "indexer",
+    "prepare_and_select": "indexer",
     "compress": "compressor",
     "enter_attention": "compressor",
     "connect": "hyper",
     "collapse_head": "hyper",
     "route": "gate",
+    "likeliest": "head",
 }
 REPLAYS = 5
 TOP = 25
@@ -77,14 +80,11 @@ class Profile:
 
 def mark_ops(ops: Ops, weights: StepWeights) -> Ops:
     """Operations that leave marks in a trace."""
-    gates = {id(layer.gate) for layer in weights.layers}
 
     def group_of(name: str, arguments: Sequence[Any]) -> str:
         group = _GROUP_OF.get(name, "rows")
         weight = arguments[1] if group == "dense" and isinstance(arguments[1], Weight) else None
-        if weight is weights.head:
-            return "head"
-        return "gate" if id(weight) in gates else group
+        return "head" if weight is weights.head else group
 
     def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*arguments: Any, **more: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,10 +12,11 @@ from engine.bench.profile import mark_ops
 from engine.bench.routing import Routing, draw_ids, draw_peers
 from engine.errors import ConfigError
 from engine.model.dummy import DummySource, fill_arena
+from engine.model.nvlink import NvlinkExchange
 from engine.model.ops import Ops, ops_for
 from engine.model.records import plan_records
-from engine.model.shapes import shape_from_config
-from engine.model.step_forward import StepForward, StepOutputs, StepSize
+from engine.model.shapes import ModelShape, shape_from_config
+from engine.model.step_forward import Peers, StepForward, StepOutputs, StepSize
 from engine.model.step_weights import local_experts, make_step_weights
 from kernels.forms import Plane, RecordFormat
 
@@ -57,8 +58,23 @@ class StepOptions:
 class StepBench:
     """A model with dummy weights, and an arena that is large enough for each of the cases."""
 
-    def __init__(self, options: StepOptions, device: torch.device, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        options: StepOptions,
+        device: torch.device,
+        ops: Ops | None = None,
+        *,
+        rank: int = 0,
+        make_exchange: Callable[[ModelShape], NvlinkExchange] | None = None,
+    ) -> None:
         """Allocates and fills the device's memory.
+
+        Args:
+            options: what to measure.
+            device: where.
+            ops: implementation of the operations; None for the device's.
+            rank: which share of the experts, and of a group's rows.
+            make_exchange: with the other ranks; None for static rows that stand for theirs.
 
         Raises:
             ConfigError: the model or the share of experts can not be had.
@@ -68,8 +84,12 @@ class StepBench:
         if options.layers is not None:
             config = cut_layers(config, options.layers)
         self.shape = shape = shape_from_config(config)
+        self._rank = rank
         self._generator = torch.Generator(device).manual_seed(options.seed)
-        experts = local_experts(shape.num_experts, options.ranks, 0)
+        self._inputs = torch.Generator(device).manual_seed(options.seed + 1000 * rank) if rank else self._generator
+        experts = local_experts(shape.num_experts, options.ranks, rank)
+        # Before the weights: nothing that all ranks do together may wait long for one of them.
+        self._exchange = make_exchange(shape) if make_exchange is not None else None
         longest = max(case.length for case in options.cases)
         if longest > shape.max_length:
             raise ConfigError(f"a length must be at most {shape.max_length} tokens, found {longest}")
@@ -89,13 +109,17 @@ class StepBench:
     def open(self, case: DeviceCase) -> StepForward:
         """A step of the case's size, its inputs set: random tokens, shuffled pages, sequences one token apart in length
         so that the ends of their groups fall as in service."""
-        shape, options, generator = self.shape, self.options, self._generator
+        shape, options, generator = self.shape, self.options, self._inputs
         device = self.arena.device
         rows = case.requests * case.rows
-        fixed = draw_ids(shape, options.routing, rows * options.ranks, generator)
-        peers = draw_peers(shape, self.weights, self.ops, rows, options.ranks, fixed, generator)
+        fixed = draw_ids(shape, options.routing, rows * options.ranks, self._generator)
+        peers: Peers | None
+        if self._exchange is not None:
+            peers = self._exchange.rows(rows)
+        else:
+            peers = draw_peers(shape, self.weights, self.ops, rows, options.ranks, fixed, generator)
         size = StepSize(case.requests, case.rows, count_pages(case))
-        own = None if fixed is None else fixed[:, :rows].contiguous()
+        own = None if fixed is None else fixed[:, self._rank * rows : (self._rank + 1) * rows].contiguous()
         step = StepForward(
             shape,
             self.weights,

@@ -71,7 +71,6 @@ def draw_peers(
         elif layer.hashed is not None:
             tokens = torch.randint(shape.vocab_size, (total - rows,), generator=generator, device=device)
             hashed = layer.hashed[tokens]
-        logits = ops.linear(x[rows:], layer.gate, torch.float32)
-        found = ops.route(logits, layer.bias, hashed, shape.top_k, shape.routed_scale)
-        ids[number, rows:], shares[number, rows:] = found
+        where = (ids[number, rows:], shares[number, rows:])
+        ops.route(x[rows:], layer.gate, layer.bias, hashed, shape.top_k, shape.routed_scale, out=where)
     return PeerRows(x, ids, shares)

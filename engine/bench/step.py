@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +122,26 @@ def measure_steps(options: StepOptions, arguments: Sequence[str], tell: Callable
         f" {torch.cuda.get_device_name()}, filled in {time.perf_counter() - began:.1f} s"
     )
     runs = []
-    for case in options.cases:
+    for run in measure_runs(bench):
+        runs.append(run)
+        tell(describe_run(run))
+    return open_record(options, arguments) | {"runs": runs}
+
+
+def measure_runs(bench: StepBench) -> Iterator[dict[str, Any]]:
+    """The entries of a record, one case after another."""
+    for case in bench.options.cases:
         try:
-            run = measure_case(bench, case)
+            yield measure_case(bench, case)
         except Exception as error:
             # A broken case must not cost the others their device time.
             traceback.print_exc()
             text = "".join(traceback.format_exception_only(error)).strip()
-            run = {"case": case.name, "error": text[:400]}
-        runs.append(run)
-        tell(describe_run(run))
+            yield {"case": case.name, "error": text[:400]}
+
+
+def open_record(options: StepOptions, arguments: Sequence[str]) -> dict[str, Any]:
+    """A record without its runs."""
     return {
         "schema": SCHEMA,
         "bench": "step",
@@ -143,8 +153,18 @@ def measure_steps(options: StepOptions, arguments: Sequence[str], tell: Callable
         "device": "cuda",
         "settings": dataclasses.asdict(options),
         "bound_bytes_per_s": COPY_BYTES_PER_S,
-        "runs": runs,
     }
+
+
+def measure_asked(
+    options: StepOptions, arguments: Sequence[str], tell: Callable[[str], None], *, is_group: bool
+) -> dict[str, Any]:
+    """One rank's steps, or those of a group."""
+    if not is_group:
+        return measure_steps(options, arguments, tell)
+    from engine.bench.group import measure_group  # its processes import this module
+
+    return measure_group(options, arguments, tell)
 
 
 def check_steps(options: StepOptions, tell: Callable[[str], None], device: torch.device) -> bool:
@@ -207,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--routing", choices=ROUTINGS, default="real")
     parser.add_argument("--as-rank-of", type=int, default=1, dest="ranks")
+    parser.add_argument("--dep", type=int, help="really so many ranks, a GPU each, with their exchange")
     parser.add_argument("--records", choices=FORMATS, default="fp8")
     parser.add_argument("--no-branches", dest="branches", action="store_false", help="all of a layer one after another")
     parser.add_argument("--layers", type=int, help="only the first ones")
@@ -215,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-profile", action="store_false", dest="profile")
     parser.add_argument("--output-json", type=Path)
     given = vars(parser.parse_args(argv))
-    output, is_check = given.pop("output_json"), given.pop("check")
+    output, is_check, dep = given.pop("output_json"), given.pop("check"), given.pop("dep")
+    if dep is not None:
+        given["ranks"] = dep
     try:
         cases = gather_cases(given.pop("case"), given.pop("shapes"))
         asked = StepOptions(cases=tuple(cases), **given)
@@ -223,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             return int(not check_steps(asked, lambda line: print(line, flush=True), device))
         command = ["python", "-m", "engine.bench.step", *(sys.argv[1:] if argv is None else argv)]
-        record = measure_steps(asked, command, lambda line: print(line, flush=True))
+        record = measure_asked(asked, command, lambda line: print(line, flush=True), is_group=dep is not None)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -123,6 +123,17 @@ class Decoder:
         self._forget_drafts(slabs)
         self._guides.forget(slabs)
 
+    def note_rows(self, slabs: Ints, stands: Ints) -> None:
+        """A pass of rows without drafts has ended that was not `run` here; the slabs stand at these positions."""
+        self._stands[slabs] = stands
+        self._forget_drafts(slabs)
+
+    def check(self, decode: Decode) -> None:
+        """Raises DeviceError if a row of known position, without drafts, names a place or an id that there is not."""
+        self._chooser.check_slabs(decode.slabs)
+        self._chooser.check_pages(decode.tables, decode.widths, decode.positions + 1)
+        self._chooser.check_ids(decode.tokens[decode.tokens != UNKNOWN])
+
     def run(self, decode: Decode) -> Decoded:
         """One pass. In a group it makes its exchanges also if no row is left to compute.
 

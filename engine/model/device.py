@@ -9,12 +9,13 @@ that breaks off because of another rank has not failed: `group.GroupWorker` runs
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,20 +36,21 @@ from engine.model.group import Connect, GroupWorker, Signal
 from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
 from engine.model.passes import Job, StepRunner, copy_plan
+from engine.model.pipeline import Pipeline
 from engine.model.proposers import make_proposer
 from engine.model.row_model import RowModel
 from engine.model.rows import RowBatch
+from engine.model.step_model import StepModel
 from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo, ExpertSlots
 from transport.checksum import BlockReader
 from transport.fabric import BlockRun
 
-if TYPE_CHECKING:
-    from engine.model.step_model import StepModel
-
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
 """The interpreter's default of 5 ms would be the loop's wake-up time while a step runs."""
+LOOK_S = 1e-4
+"""How often the worker looks whether a step that it has launched has ended, while it waits for the next one."""
 SLABS_PER_ROW = 2
 """Default slabs: sequences that are being received or wait for their turn need one as well."""
 
@@ -112,6 +114,7 @@ class TorchDevice:
         self._failure: str | None = None
         self._closed = False
         self._runner = StepRunner(model, info, proposer, rejects=rejects, grammars=grammars)
+        self._pipeline = Pipeline(model, info, self._runner.decoder) if isinstance(model, StepModel) else None
         self._grouping = grouping
         self._experts: TorchExpertSlots | None = None
         self._group: GroupWorker | None = None
@@ -221,14 +224,10 @@ class TorchDevice:
             torch.cuda.set_device(self._gpu)
         try:
             while (job := self._take()) is not None:
-                ticket = self._tickets.popleft()
-                if self._failure is None:
-                    try:
-                        ticket.result = self._run(job, ticket)
-                    except Exception as error:  # the rank boundary: whatever a step dies of is reported to its waiter
-                        self._fail(error)
-                ticket.failure = self._failure
-                self._token.run_sync_soon(self._finish, ticket)
+                if not self._launch(job):
+                    self._end_next(functools.partial(self._run, job))
+            while self._pipeline:
+                self._end_launched(self._pipeline)
         except trio.RunFinishedError:
             pass
         finally:
@@ -236,16 +235,59 @@ class TorchDevice:
                 self._group.end()
                 self._grouping.close()
 
-    def _take(self) -> Job | None:
-        """The next job, None at the end. A group's worker joins memberships meanwhile."""
-        if self._group is None:
-            item = self._jobs.get()
-            return item if isinstance(item, Job) else None
+    def _end_next(self, run: Callable[[StepTicket], StepResult]) -> None:
+        """Ends the first step that has not ended, by what `run` makes of its ticket."""
+        ticket = self._tickets.popleft()
+        if self._failure is None:
+            try:
+                ticket.result = run(ticket)
+            except Exception as error:  # the rank boundary: whatever a step dies of is reported to its waiter
+                self._fail(error)
+        ticket.failure = self._failure
+        self._token.run_sync_soon(self._finish, ticket)
+
+    def _launch(self, job: Job) -> bool:
+        """Whether the job is under way, and ends later. If not, all before it have ended."""
+        pipeline, failure = self._pipeline, None
         try:
-            return self._group.take(self._jobs)
+            if pipeline is not None and self._failure is None and pipeline.accepts(job):
+                pipeline.launch(job)
+                return True
+        except Exception as error:  # the rank boundary; those before it end as they would have
+            failure = error
+        while pipeline:
+            self._end_launched(pipeline)
+        if failure is not None and self._failure is None:
+            self._fail(failure)
+        return False
+
+    def _end_launched(self, pipeline: Pipeline) -> None:
+        """Ends the first step under way. On a device that has failed nobody waits for it."""
+        first = pipeline.take_first()
+        self._end_next(lambda ticket: pipeline.finish(first))
+
+    def _take(self) -> Job | None:
+        """The next job, None at the end. What is under way ends meanwhile; a group's worker joins memberships."""
+        take = self._take_alone if self._group is None else functools.partial(self._group.take, self._jobs)
+        try:
+            return take()
+        except trio.RunFinishedError:
+            raise
         except Exception as error:  # the rank boundary, between two steps: whoever waits next hears of it
             self._fail(error)
-        return self._group.take(self._jobs)
+        return take()
+
+    def _take_alone(self) -> Job | None:
+        pipeline = self._pipeline
+        while pipeline:
+            if self._failure is not None or pipeline.has_ended:
+                self._end_launched(pipeline)
+                continue
+            with contextlib.suppress(queue.Empty):
+                item = self._jobs.get(timeout=LOOK_S)
+                return item if isinstance(item, Job) else None
+        item = self._jobs.get()
+        return item if isinstance(item, Job) else None
 
     def _run(self, job: Job, ticket: StepTicket) -> StepResult:
         if self._group is None:
@@ -281,8 +323,9 @@ async def open_torch_device(
     """Load the model, allocate the arena, run a step to warm up.
 
     Args:
-        config: the rank's configuration. `num_pages` or `num_slabs` of 0 ask for a default: pages for `decode_rows`
-            sequences of full length within a quarter of the machine's memory, and two slabs per decode row.
+        config: the rank's configuration. On a CPU `num_pages` or `num_slabs` of 0 ask for a default: pages for
+            `decode_rows` sequences of full length within a quarter of the machine's memory, and two slabs per decode
+            row.
         report_phase: called in the trio loop with (phase, done, total, unit).
         poison: fill the arena with NaN, so that a test sees a read of something never written.
         mesh_address: of a rank in a group: path of the socket where the others find it.

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 MODULES = {
-    "linear": ("linear", "grouped_linear", "gated_linear"),
+    "ends": ("open_streams", "likeliest"),
+    "linear": ("linear", "paired_linear", "grouped_linear", "gated_linear"),
     "hyper": ("connect", "collapse_head"),
-    "rows": ("norm_rows", "prepare_queries", "prepare_both", "write_window"),
+    "rows": ("norm_rows", "prepare_queries", "write_window"),
     "compressor": ("compress",),
     "entrance": ("enter_attention",),
-    "indexer": ("select_entries",),
+    "indexer": ("select_entries", "prepare_and_select"),
     "attention": ("attend",),
     "gate": ("route",),
-    "experts": ("mix_experts",),
+    "experts": ("mix_experts", "multiply_pairs"),
 }
 """Operations by the module of `kernels` that has their launcher."""
 OPERATIONS = tuple(name for names in MODULES.values() for name in names)

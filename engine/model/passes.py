@@ -125,6 +125,11 @@ class StepRunner:
         self._decoder = Decoder(model, info, self._chooser, proposer, rejects=rejects, guides=self._guides)
         self._keeper = Keeper(model.arena, info, replay_rows=model.replay_rows)
 
+    @property
+    def decoder(self) -> Decoder:
+        """What knows where slabs stand."""
+        return self._decoder
+
     def run(self, job: Job) -> StepResult:
         """A whole step of a rank without a group."""
         started = time.perf_counter_ns()
@@ -174,6 +179,8 @@ class StepRunner:
             self._run_decode(part, progress)
         else:
             self._run_chunks(part, progress)
+        # A chunk that samples nothing brings nothing to the host, which has waited for nothing then.
+        self._model.settle()
         del progress.waiting[0]
         progress.kept = None
 

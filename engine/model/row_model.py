@@ -90,3 +90,7 @@ class RowModel(Protocol):
     def forward_nothing(self) -> None:
         """See `PagedTransformer.forward_nothing`."""
         ...
+
+    def settle(self) -> None:
+        """Waits until all that passes have written is in the arena: whoever is told of a pass may push its pages."""
+        ...

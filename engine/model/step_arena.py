@@ -1,7 +1,8 @@
 """StepArena: the memory of `Records` on a device, as passes and the fabric look into it.
 
-What only the host needs between two steps, the token that each slab sampled last, stays on the host: a peer is told it
-with the hand-off. Counts for penalties are in slabs, since they are pushed.
+The token that each slab sampled last is private: a peer is told it with the hand-off. It is on the device, where the
+next step may want it before the host knows it, and on the host once that knows. Counts for penalties are in slabs,
+since they are pushed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class StepArena:
         records: the layout.
         bytes: uint8[records.num_bytes], on the device.
         staging_rows: see `RowArena`. A pass computes one prompt after another, so there is no end to them.
+        last_tokens: int32[slabs + 1] on the device, the token that each slab sampled last; the last place is for rows
+            of padding.
     """
 
     def __init__(self, records: Records, device: torch.device, vocab_size: int, *, poison: bool = False) -> None:
@@ -39,6 +42,7 @@ class StepArena:
         self.bytes.zero_()
         self.staging_rows = 1 << 30
         self._sampled = np.zeros(records.num_slabs, np.int64)
+        self.last_tokens = torch.zeros(records.num_slabs + 1, dtype=torch.int32, device=device)
         self._counts = self.bytes.view(torch.int16).as_strided(
             (records.num_slabs, vocab_size), (records.slab_bytes // 2, 1), (records.slabs_at + records.counts) // 2
         )
@@ -61,6 +65,12 @@ class StepArena:
 
     def write_sampled(self, slabs: Ints, tokens: Ints) -> None:
         """See `RowArena`."""
+        self._sampled[slabs] = tokens
+        at, ids = (torch.from_numpy(np.ascontiguousarray(column)).to(self.bytes.device) for column in (slabs, tokens))
+        self.last_tokens[at] = ids.int()
+
+    def note_sampled(self, slabs: Ints, tokens: Ints) -> None:
+        """The host knows now what the device has had since those were sampled."""
         self._sampled[slabs] = tokens
 
     def read_counts(self, slabs: Ints) -> Tensor:

@@ -13,8 +13,9 @@ before an exchange brings the peers' parts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from engine.model.ops import Ops
 from engine.model.records import Records
 from engine.model.shapes import LayerRole, ModelShape
 from engine.model.step_weights import LayerWeights, StepWeights
-from kernels.forms import Pooling, StepRows
+from kernels.forms import PairSums, Pooling, StepRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,30 @@ class StepOutputs:
     ids: tuple[Tensor, ...]
 
 
+class Peers(Protocol):
+    """The other ranks of a step: their rows go through this rank's experts, and its rows through theirs."""
+
+    @property
+    def ids(self) -> Sequence[Tensor] | Tensor:
+        """By layer int32[all rows, k], what the latest step's rows chose; -1 for none."""
+        ...
+
+    def own(self, layer: int, rows: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Where the own rows of a layer may be put so that `join` need not copy them: x, and ids with weights."""
+        ...
+
+    def join(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A[all rows, hidden], int32[all rows, k] and float32[all rows, k] of all ranks."""
+        ...
+
+    def give_back(self, layer: int, sums: PairSums) -> PairSums | Tensor:
+        """What the own rows get of all ranks' experts, A[own rows, hidden] or what adds up to it, from what the joined
+        rows got of this rank's."""
+        ...
+
+
 class PeerRows:
-    """Rows of the mixture that came from other ranks, and room for the own ones before them.
+    """Rows of the mixture that came from other ranks, and room for the own ones before them: `Peers` of one rank.
 
     Attributes:
         x: A[all rows, hidden], own rows first.
@@ -75,14 +98,17 @@ class PeerRows:
         self.ids = ids
         self.weights = weights
 
+    def own(self, layer: int, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Where the own rows of a layer go: x, and ids with weights."""
+        return self.x[:rows], (self.ids[layer, :rows], self.weights[layer, :rows])
+
     def join(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The own rows of a layer, in front of the peers'."""
-        rows = len(x)
-        # One launch: all are copied as int32.
-        targets = [self.x[:rows].view(torch.int32), self.ids[layer, :rows], self.weights[layer, :rows]]
-        sources = [x.view(torch.int32), ids, weights]
-        torch._foreach_copy_([target.view(torch.int32) for target in targets], [s.view(torch.int32) for s in sources])
+        """The rows of all ranks; the own ones are where `own` said."""
         return self.x, self.ids[layer], self.weights[layer]
+
+    def give_back(self, layer: int, sums: PairSums) -> PairSums:
+        """What this rank has of the own rows' sums: nobody else computes any."""
+        return sums
 
 
 class _Branch:
@@ -133,7 +159,7 @@ class StepForward:
         size: StepSize,
         *,
         fixed_ids: Tensor | None = None,
-        peers: PeerRows | None = None,
+        peers: Peers | None = None,
         branches: bool = False,
     ) -> None:
         """Allocates the buffers.
@@ -184,24 +210,24 @@ class StepForward:
     def run(self) -> StepOutputs:
         """Enqueue a step: reads the inputs, writes the arena."""
         ops, weights = self._ops, self._weights
-        valid = self.rows.positions >= 0
         chosen = []
-        entered = weights.embed.index_select(0, self.tokens)
-        streams = entered.unsqueeze(1).expand(-1, self.shape.num_streams, -1).contiguous()
-        output = post = combination = None
+        streams = ops.open_streams(self.tokens, weights.embed, self.shape.num_streams)
+        output: Tensor | PairSums | None = None
+        post = combination = None
         for layer in self._layers:
             streams, x, post, combination, _ = ops.connect(
                 streams, output, post, combination, layer.weights.enter_attention
             )
             output = self._attention(layer, x)
+            own = (None, None) if self.peers is None else self.peers.own(layer.number, self.size.rows)
             streams, x, post, combination, _ = ops.connect(
-                streams, output, post, combination, layer.weights.enter_mixture
+                streams, output, post, combination, layer.weights.enter_mixture, out=own[0]
             )
-            output, ids = self._mixture(layer, x, valid)
+            output, ids = self._mixture(layer, x, own[1])
             chosen.append(ids)
         _, hidden = ops.collapse_head(streams, output, post, combination, weights.collapse)
         logits = ops.linear(hidden, weights.head, torch.float32)
-        return StepOutputs(logits, logits.argmax(-1), tuple(chosen))
+        return StepOutputs(logits, ops.likeliest(logits), tuple(chosen))
 
     def run_with(self, ops: Ops) -> StepOutputs:
         """`run`, once, with other operations: such as compare or count."""
@@ -215,11 +241,10 @@ class StepForward:
         """A[rows, hidden] from the normed input."""
         ops, weights, shape, rows, arena = self._ops, layer.weights, self.shape, self.rows, self.arena
         turns = self._weights.long_turns if layer.role.ratio else self._weights.plain_turns
-        side = None
-        if weights.project_side is not None:
-            side = self._branch.start(partial(ops.linear, x, weights.project_side, torch.float32))
-        wide = ops.linear(x, weights.project_in)
-        self._branch.join()
+        if weights.project_side is None:
+            wide, side = ops.linear(x, weights.project_in), None
+        else:
+            wide, side = ops.paired_linear(x, weights.project_in, weights.project_side)
         compressions = []
         end = 0
         for pooling in layer.poolings:
@@ -230,50 +255,50 @@ class StepForward:
             wide, weights.query_norm, weights.window_norm, shape.norm_eps, x.dtype,
             turns, rows, arena, layer.window, compressions,
         )  # fmt: skip
-        query, index_query = self._queries(layer, ops.linear(low, weights.project_query), turns)
+        heads = ops.linear(low, weights.project_query)
+        count = shape.num_heads * shape.head_dim
+        query = heads[:, :count].unflatten(1, (shape.num_heads, shape.head_dim))
+        eps = shape.norm_eps if shape.norms_query else None
         selected = None
-        if index_query is not None:
+        if layer.keys is None:
+            query = ops.prepare_queries(query, rows.positions, turns, eps)
+        else:
             assert side is not None
-            share = side[:, end:] * self._weights.share_scale
-            selected = ops.select_entries(
-                index_query, share, layer.role.ratio, shape.index_topk, self.readers, arena, layer.keys
-            )
+            index_query = heads[:, count:].unflatten(1, (shape.index_heads, shape.index_dim))
+            query, selected = ops.prepare_and_select(
+                query, eps, index_query, side[:, end:], turns, layer.role.ratio, shape.index_topk, self.readers, arena,
+                layer.keys, self._weights.share_scale,
+            )  # fmt: skip
         mixed = ops.attend(
             query, weights.sink, turns, self.readers, arena, layer.window, shape.window,
             layer.entries, layer.role.ratio, selected,
         )  # fmt: skip
         return ops.linear(ops.grouped_linear(mixed.flatten(1), weights.out_groups, shape.o_groups), weights.out)
 
-    def _queries(self, layer: _Layer, heads: Tensor, turns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rotated queries: A[rows, heads, head_dim], and A[rows, index heads, index_dim] where entries are selected."""
-        ops, shape, positions = self._ops, self.shape, self.rows.positions
-        sizes, index_sizes = (shape.num_heads, shape.head_dim), (shape.index_heads, shape.index_dim)
-        eps = shape.norm_eps if shape.norms_query else None
-        if layer.keys is None:
-            return ops.prepare_queries(heads.unflatten(1, sizes), positions, turns, eps), None
-        query, index_query = ops.prepare_both(heads, sizes, index_sizes, positions, turns, eps)
-        return query, index_query
-
-    def _mixture(self, layer: _Layer, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """A[rows, hidden] from the normed input: the shared expert and those experts that are here. And all choices."""
-        ops, weights, shape = self._ops, layer.weights, self.shape
+    def _mixture(self, layer: _Layer, x: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[PairSums | Tensor, Tensor]:
+        """What adds up to the output for the normed input: the shared expert and those experts that are here. And all
+        choices, which are put into `out`."""
+        ops, weights, shape, peers = self._ops, layer.weights, self.shape, self.peers
         shared = self._branch.start(partial(self._shared_expert, layer, x))
-        logits = ops.linear(x, weights.gate, torch.float32)
-        ids, shares = ops.route(logits, weights.bias, self._hashed(layer), shape.top_k, shape.routed_scale, valid)
-        rows = (x, ids, shares) if self.peers is None else self.peers.join(layer.number, x, ids, shares)
+        hashed, tokens = self._hashed(layer)
+        ids, shares = ops.route(
+            x, weights.gate, weights.bias, hashed, shape.top_k, shape.routed_scale, tokens, self.rows.positions, out=out
+        )
+        rows = (x, ids, shares) if peers is None else peers.join(layer.number, x, ids, shares)
+        sums = ops.multiply_pairs(*rows, weights.expert_to_slot, self._weights.slots, shape.clamp, shared)
         self._branch.join()
-        return ops.mix_experts(*rows, weights.expert_to_slot, self._weights.slots, shape.clamp, shared), ids
+        return sums if peers is None else peers.give_back(layer.number, sums), ids
 
     def _shared_expert(self, layer: _Layer, x: Tensor) -> Tensor:
         inner = self._ops.gated_linear(x, layer.weights.shared_up, self.shape.clamp)
         output: Tensor = self._ops.linear(inner, layer.weights.shared_down)
         return output
 
-    def _hashed(self, layer: _Layer) -> Tensor | None:
+    def _hashed(self, layer: _Layer) -> tuple[Tensor | None, Tensor | None]:
+        """Experts that are looked up, and the lines of the rows; one line for each row without."""
         if self._fixed_ids is not None:
-            return self._fixed_ids[layer.number]
-        table = layer.weights.hashed
-        return None if table is None else table.index_select(0, self.tokens)
+            return self._fixed_ids[layer.number], None
+        return layer.weights.hashed, self.tokens
 
 
 class _Layer:

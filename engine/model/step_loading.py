@@ -54,19 +54,23 @@ def load_step_model(
         prompt_rows: see `StepModel`.
 
     Raises:
-        ConfigError: the model is none that a step can run, or does not fit the device's memory.
+        ConfigError: the model is none that a step can run, a page of it can not be laid out, or it does not fit the
+            device's memory.
     """
     directory = model_directory(config.model)
     shape = load_shape(directory)
     max_tokens = min(config.max_model_tokens or shape.max_length, shape.max_length)
-    records = plan_records(
-        shape,
-        page_tokens=config.page_tokens,
-        num_pages=config.num_pages,
-        num_slabs=config.num_slabs,
-        format=FORMATS[config.kv_dtype],
-        staging_rows=max(prompt_rows),
-    )
+    try:
+        records = plan_records(
+            shape,
+            page_tokens=config.page_tokens,
+            num_pages=config.num_pages,
+            num_slabs=config.num_slabs,
+            format=FORMATS[config.kv_dtype],
+            staging_rows=max(prompt_rows),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"kv_dtype {config.kv_dtype}, page_tokens {config.page_tokens}: {error}") from error
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     report("weights", 0, total, "bytes")
     try:

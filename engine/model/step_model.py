@@ -6,7 +6,7 @@ one sequence at a time, so many rows at a time, through the long rings of the ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ class _Sized:
         """Captures; the step's inputs are all padding then."""
         self.step = step
         self._graph = StepGraph(step) if step.arena.device.type == "cuda" else None
+        self._tables: Ints | None = None
 
     def run(self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints) -> StepOutputs:
         """One step.
@@ -41,23 +42,36 @@ class _Sized:
         Args:
             tokens, positions: int64[n], at most as many as the step has rows; the rest is padding.
             slabs: int64[sequences], at most as many as the step has.
-            tables: int64[sequences, pages], at most as wide.
+            tables: int64[sequences, pages].
         """
         step = self.step
         inputs = np.zeros((2, step.size.rows), np.int32)
         inputs[1] = -1
         inputs[0, : len(tokens)], inputs[1, : len(positions)] = tokens, positions
-        table = np.zeros((step.size.sequences, step.size.pages), np.int32)
-        table[: len(tables), : tables.shape[1]] = tables
         used = np.zeros(step.size.sequences, np.int32)
         used[: len(slabs)] = slabs
         step.tokens.copy_(torch.from_numpy(inputs[0]))
         step.rows.positions.copy_(torch.from_numpy(inputs[1]))
         step.rows.slabs.copy_(torch.from_numpy(used))
-        step.rows.tables.copy_(torch.from_numpy(table))
+        self.set_tables(tables, torch.from_numpy)
         if step.readers is not step.rows:
             step.readers.tables.copy_(step.rows.tables.expand_as(step.readers.tables))
-        return step.run() if self._graph is None else self._graph.replay()
+        return self.replay()
+
+    def set_tables(self, tables: Ints, send: Callable[[npt.NDArray[np.int32]], Tensor]) -> None:
+        """The pages of the next steps; where they are the same object as before, they are there already. Those past the
+        longest sequence are left out."""
+        if tables is self._tables:
+            return
+        size = self.step.size
+        table = np.zeros((size.sequences, size.pages), np.int32)
+        table[: len(tables), : tables.shape[1]] = tables[:, : size.pages]
+        self.step.rows.tables.copy_(send(table))
+        self._tables = tables
+
+    def replay(self) -> StepOutputs:
+        """The step with the inputs that it has."""
+        return self.step.run() if self._graph is None else self._graph.replay()
 
 
 class StepModel:
@@ -123,6 +137,48 @@ class StepModel:
             self._read_prompt(batch, sequence, asked[mine] - first, logits, mine)
         return logits
 
+    @property
+    def most_rows(self) -> int:
+        """Of one position each, in a step."""
+        return max(self._decodes)
+
+    def step_greedily(self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints) -> Tensor:
+        """Enqueues a step of one row for each slab, and keeps the likeliest ids as what the slabs sampled last.
+
+        Args:
+            tokens: int64[n], -1 for what the slab sampled last.
+            positions, slabs: int64[n].
+            tables: int64[n, pages].
+
+        Returns:
+            int64[n] on the host, the likeliest ids, once the device has come so far.
+        """
+        count = len(slabs)
+        sized = self._decodes[next(size for size in sorted(self._decodes) if size >= count)]
+        rows = sized.step.size.rows
+        columns = np.zeros((4, rows), np.int32)
+        columns[0], columns[1], columns[3] = -1, -1, len(self.arena.last_tokens) - 1
+        for line, column in zip(columns, (tokens, positions, slabs, slabs), strict=True):
+            line[:count] = column
+        told, places, used, cells = self._send(columns)
+        last = self.arena.last_tokens
+        # Rows of padding have some token; nobody looks at what comes of it.
+        sized.step.tokens.copy_(torch.where(told >= 0, told, last.index_select(0, cells)))
+        sized.step.rows.positions.copy_(places)
+        sized.step.rows.slabs.copy_(used)
+        sized.set_tables(tables, self._send)
+        best = sized.replay().greedy
+        last.index_copy_(0, cells.long(), best.int())
+        host = torch.empty(rows, dtype=torch.int64, pin_memory=best.device.type == "cuda")
+        host.copy_(best, non_blocking=True)
+        return host[:count]
+
+    def _send(self, column: npt.NDArray[np.int32]) -> Tensor:
+        """To the device without waiting. Torch keeps the host's copy until it has been read."""
+        device = self.arena.bytes.device
+        host = torch.from_numpy(column)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
     def forward_prompt(self, batch: RowBatch, *, last: bool, wanted: Sequence[int] | None = None) -> Tensor:
         """See `RowModel`."""
         return self.forward(batch, wanted)
@@ -131,10 +187,18 @@ class StepModel:
         """See `RowModel`: nobody asks who has no group."""
         assert self.mixture is not None
 
+    def settle(self) -> None:
+        """See `RowModel`."""
+        device = self.arena.bytes.device
+        if device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            event.synchronize()
+
     def _decode(self, batch: RowBatch, asked: Ints) -> Tensor:
         size = next(count for count in sorted(self._decodes) if count >= batch.sequences)
         outputs = self._decodes[size].run(batch.ids, batch.positions, batch.slabs, batch.tables)
-        if len(asked) == batch.rows == len(outputs.logits):
+        if np.array_equal(asked, np.arange(len(outputs.logits))):
             # Passes that follow write the same memory; whoever wants these logits is done with them before.
             return outputs.logits
         return self._pick(outputs.logits, asked)

@@ -205,6 +205,9 @@ class PagedTransformer:
                 layer.mix_nothing(self.mixture)
             self.mixture.close_pass()
 
+    def settle(self) -> None:
+        """See `RowModel`: nothing is under way on a CPU."""
+
     @torch.inference_mode()
     def forward_prompt(self, batch: RowBatch, *, last: bool, wanted: Sequence[int] | None = None) -> Tensor:
         """Run a chunk of one prompt; with `replay_rows`, only the prompt's last rows through the last layers.

@@ -213,8 +213,8 @@ def spoil(name: str, ops: Any) -> Any:
             # One of the two sequences' window records.
             at = ring.data + slab * ring.stride + int(arguments[6].positions[0]) % ring.rows * ring.data_bytes
             arena[at : at + ring.data_bytes] ^= 1
-        elif name == "select_entries":
-            result = result + (result >= 0).int()
+        elif name == "prepare_and_select":
+            result = (result[0], result[1] + (result[1] >= 0).int())
         elif name == "attend":
             result = result * torch.nan
         else:
@@ -224,13 +224,13 @@ def spoil(name: str, ops: Any) -> Any:
     return SimpleNamespace(**{**vars(ops), name: wrong})
 
 
-@pytest.mark.parametrize("name", [None, "linear", "attend", "enter_attention", "select_entries"])
+@pytest.mark.parametrize("name", [None, "linear", "attend", "enter_attention", "prepare_and_select"])
 def test_the_check_names_the_operation_that_is_wrong(name: str | None) -> None:
     bench = tiny_bench("a=2*1@300", ranks=2)
     ops = bench.ops if name is None else spoil(name, bench.ops)
     findings: dict[str, Finding] = {}
     bench.open(bench.options.cases[0]).run_with(check_ops(ops, bench.arena, findings))
-    assert len(findings) == 12 and findings["attend"].calls == 4
+    assert len(findings) == 14 and findings["attend"].calls == 4
     wrong = [op for op, finding in findings.items() if not finding.is_fine(op)]
     if name == "attend":
         # NaN is in all that follows, which has no difference to judge.

@@ -1,9 +1,11 @@
 """Cases of the routed experts: a rank of two's share of V4-Flash's layers, uniform routing, MXFP4 slots.
 
-Predictions. A K tile of 256 columns and 128 weight rows (17.4 KB) costs each of a multiprocessor's four schedulers 910
-instructions, or 790 with `shift`; 936 to 1,055 cycles are what 4.3 TB/s leave for it. With twelve warps about three
-quarters of the cycles issue something, which is 3.4 TB/s, or 3.9 with `shift`; persistent programs end unevenly (5 %).
-Grouping, two more launches that wait for each other, and the sum add about 13 us, more where many pairs are summed.
+Predictions. bf16 (`fp8=None`): a K tile of 256 columns and 128 weight rows (17.4 KB) costs each of a multiprocessor's
+four schedulers 910 instructions, or 790 with `shift`; 936 to 1,055 cycles are what 4.3 TB/s leave for it. With twelve
+warps about three quarters of the cycles issue something, which is 3.4 TB/s, or 3.9 with `shift`. fp8: 2.2 to 2.8
+instructions a value for 3.5, so 500 to 700 of those cycles, and memory is what is left: 3.8 TB/s. Persistent programs
+end unevenly (5 %). Grouping, two more launches that wait for each other, and the sum add about 13 us, more where many
+pairs are summed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kernels import experts, reference
+from kernels import experts, experts_fp8, reference
 from kernels.forms import SlotWeights
 from tests.kernels.bench import Case
 
@@ -26,27 +28,43 @@ CHECKED_ROWS = 3
 LIMIT = 6e-3
 """Relative error: the hidden layer is rounded to bf16 on both sides, now and then to different neighbours."""
 
-LARGE = {"up_block": 64, "down_block": 128, "registers": 168, "programs": 3}
+LARGE: dict[str, int] = {"up_block": 64, "down_block": 128, "registers": 168, "programs": 3}
 """Twice as many channels in a program, of which three are resident."""
 
-VARIANTS: dict[int, list[dict[str, int | bool | None]]] = {
-    2: [{"shift": None}, {"early": True}, {"programs": 5, "registers": 96}, {"stages": 4, "programs": 3}],
-    32: [
-        {"shift": None},
-        {"early": True},
-        LARGE,
-        {"programs": 5, "registers": 96},
-        {"programs": 3},
-        {"stages": 2},
-        {"stages": 2, "programs": 5, "registers": 96},
-        {"stages": 4, "programs": 3},
-        {"down_block": 128},
-        {"block_k": 128, "parts": 2, "stages": 5, "programs": 4},
-        {"block_k": 512, "stages": 2, "programs": 3},
-    ],
-    128: [{"programs": 5, "registers": 96}, {"early": True}, {"down_block": 128}],
-    512: [{"tile": 32, "programs": 3}, {"programs": 5, "registers": 96}],
-}
+BF16 = experts.Config()
+"""Products in bf16."""
+
+
+def fp8(early: bool = False, **sizes: int) -> experts.Config:
+    return experts.Config(early=early, fp8=experts_fp8.Config(**sizes))
+
+
+EIGHT = {"warps": 8, "stages": 4, "programs": 2}
+"""16 weight rows a warp."""
+WIDE = {"rows": 256, "warps": 8, "stages": 2, "programs": 2}
+"""256 weight rows a program."""
+WIDEST = {"rows": 256, "warps": 16, "stages": 4, "programs": 1}
+
+VARIANTS: dict[int, dict[str, experts.Config]] = {
+    2: {
+        "bf16": dataclasses.replace(BF16, early=True), "8 warps, late": fp8(**EIGHT), "4 warps": fp8(True),
+        "3 programs": fp8(True, stages=3, programs=3), "256 rows": fp8(True, **WIDEST),
+    },
+    32: {
+        "bf16": BF16, "bf16, all scales": dataclasses.replace(BF16, shift=None),
+        "bf16, large": dataclasses.replace(BF16, **LARGE), "early": fp8(True), "8 warps": fp8(**EIGHT),
+        "8 warps, early": fp8(True, **EIGHT), "3 programs": fp8(stages=3, programs=3), "256 rows": fp8(**WIDE),
+        "256 rows, early": fp8(True, **WIDE), "256 rows, 16 warps": fp8(**WIDEST),
+    },
+    128: {
+        "bf16": BF16, "early": fp8(True), "8 warps": fp8(**EIGHT), "256 rows": fp8(**WIDE),
+        "256 rows, 16 warps": fp8(**WIDEST),
+    },
+    512: {
+        "bf16": BF16, "tile 8": fp8(), "tile 8, 256 rows": fp8(**WIDE), "8 warps": fp8(tile=16, **EIGHT),
+        "256 rows, 16 warps": fp8(tile=16, **WIDEST),
+    },
+}  # fmt: skip
 
 
 @functools.cache
@@ -101,8 +119,8 @@ def truth(rows: int) -> Tensor:
     return reference.mix_experts(one.x[few], one.ids[few], one.weights[few], one.expert_to_slot, slots(), CLAMP)
 
 
-def case(rows: int, variant: dict[str, int | bool | None]) -> Case:
-    config = dataclasses.replace(experts.Config(), **variant)  # type: ignore[arg-type]
+def case(rows: int, name: str, config: experts.Config | None = None) -> Case:
+    config = config or experts.choose_config(rows)
 
     def run(call: int) -> Tensor:
         one = inputs(rows)[call % LAYERS]
@@ -118,10 +136,9 @@ def case(rows: int, variant: dict[str, int | bool | None]) -> Case:
     touched = sum(len(inputs(rows)[call % LAYERS].touched()) for call in range(10)) / 10
     moved = touched * slots().slot_bytes
     pairs = rows * PLACES * LOCAL / EXPERTS
-    rate = 3.7e6 if config.shift is not None else 3.2e6
-    changes = ", ".join(f"{name}={value}" for name, value in variant.items())
+    rate = 3.8e6 if config.fp8 else 3.7e6 if config.shift is not None else 3.2e6
     return Case(
-        name=f"T={rows} {touched:.1f} experts {changes}",
+        name=f"T={rows} {touched:.1f} experts {name}",
         run=run,
         bytes=moved,
         flops=pairs * 6 * HIDDEN * WIDTH,
@@ -149,6 +166,6 @@ def yardstick(rows: int) -> Case:
 
 def cases() -> list[Case]:
     """Defaults first, then what else might be faster."""
-    listed = [case(rows, {}) for rows in VARIANTS]
-    listed += [case(rows, variant) for rows, variants in VARIANTS.items() for variant in variants]
+    listed = [case(rows, "default") for rows in VARIANTS]
+    listed += [case(rows, *variant) for rows, variants in VARIANTS.items() for variant in variants.items()]
     return [*listed, yardstick(32)]

@@ -1,61 +1,79 @@
-"""Cases of the gate's choice: 1 to 512 rows of 256 and 384 experts."""
+"""Cases of the gate: its product and the choice, 1 to 256 rows of 256 and 384 experts."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.gate import route
+from kernels.forms import Weight
+from kernels.gate import DEFAULT, GateConfig, route
 from tests.kernels.bench import Case
 
-SETS = 4
+SETS = 40
+"""Of 2 MB of weights each: more than the L2 holds, as in a step."""
+HIDDEN = 4096
 TOP_K = 6
 SCALE = 1.5
+VOCAB = 5000
 
 
 @functools.cache
-def inputs(rows: int, experts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Sets of (logits, bias, looked-up experts, counts)."""
+def inputs(rows: int, experts: int) -> list[tuple[Tensor, Weight, Tensor, Tensor, Tensor, Tensor]]:
+    """Sets of (x, gate, bias, looked-up experts, tokens, positions)."""
     generator = torch.Generator("cuda").manual_seed(rows)
+    hashed = torch.rand(VOCAB, experts, generator=generator, device="cuda").argsort(1)[:, :TOP_K].int().contiguous()
     found = []
     for _ in range(SETS):
-        logits = torch.randn(rows, experts, generator=generator, device="cuda") * 3
+        x = torch.randn(rows, HIDDEN, generator=generator, device="cuda").bfloat16()
+        gate = torch.randn(experts, HIDDEN, generator=generator, device="cuda") * 3 * HIDDEN**-0.5
         bias = torch.randn(experts, generator=generator, device="cuda") * 0.2
-        hashed = torch.rand(rows, experts, generator=generator, device="cuda").argsort(1)[:, :TOP_K].int().contiguous()
-        found.append((logits, bias, hashed, torch.zeros(experts, dtype=torch.int32, device="cuda")))
+        tokens = torch.randint(VOCAB, (rows,), generator=generator, device="cuda").int()
+        positions = torch.arange(rows, device="cuda").int()
+        found.append((x, Weight(gate.bfloat16()), bias, hashed, tokens, positions))
     return found
 
 
-def case(rows: int, experts: int, lookup: bool, overlaps: bool = False) -> Case:
+def case(rows: int, experts: int, lookup: bool, name: str = "", config: GateConfig = DEFAULT) -> Case:
+    def arguments(i: int) -> tuple:
+        x, gate, bias, hashed, tokens, positions = inputs(rows, experts)[i % SETS]
+        return (x, gate, None if lookup else bias, hashed if lookup else None, TOP_K, SCALE, tokens, positions)
+
     def run(i: int) -> tuple[Tensor, Tensor]:
-        logits, bias, hashed, counts = inputs(rows, experts)[i % SETS]
-        chosen = hashed if lookup else None
-        return route(logits, None if lookup else bias, chosen, TOP_K, SCALE, None, counts, overlaps=overlaps)
+        return route(*arguments(i), config=config)
 
     def check(got: object) -> None:
         assert isinstance(got, tuple)
-        logits, bias, hashed, _ = inputs(rows, experts)[0]
-        want = reference.route(logits, None if lookup else bias, hashed if lookup else None, TOP_K, SCALE)
+        want = reference.route(*arguments(0))
         same = (got[0] == want[0]).all(1)
-        # Exponentials that differ in the last bit may turn a choice between neighbours.
-        assert int((~same).sum()) <= rows // 500
-        assert float((got[1][same] - want[1][same]).norm() / want[1][same].norm()) < 1e-6
+        # Sums in another order may turn a choice between neighbours.
+        assert int((~same).sum()) <= 1 + rows // 100
+        assert float((got[1][same] - want[1][same]).norm() / want[1][same].norm()) < 3e-6
 
     return Case(
-        name=f"{'looked up' if lookup else 'chosen'} T{rows} E{experts}{' overlaps' if overlaps else ''}",
+        name=f"{'looked up' if lookup else 'chosen'} T{rows} E{experts}{name}",
         run=run,
-        bytes=rows * (experts * 4 + TOP_K * 8),
-        # Launch and first bytes 2.5 us; six maxima in turn, each some 60 dependent instructions of 5-6 cycles, and 200
-        # instructions around them: 1.2 us at 1.7 GHz. A row is one warp and all are resident at once up to 4,000 rows.
-        # Overlapping saves the launch, some 1.5 us.
-        predicted_us=(1.0 if overlaps else 2.5) + (0.5 if lookup else 1.5),
+        bytes=experts * HIDDEN * 2 + rows * (HIDDEN * 2 + TOP_K * 8),
+        # Weights come while the kernel before ends. Then x (0.7 us), 32 products in a row (0.6), parts to the L2 and a
+        # count (1.3), parts back (0.7), six maxima of four warps in turn and what is around them (1.2). Of 16 rows the
+        # last program adds 128 KB: 1.2 us more. 256 rows are 1,024 programs in two waves, of which each reads 48 KB.
+        predicted_us={1: 4.5, 16: 6.0, 64: 6.5, 256: 10.0}[rows] - (0.5 if lookup else 0.0),
         check=check,
     )
 
 
 def cases() -> list[Case]:
-    found = [case(rows, 256, lookup) for rows in (1, 16, 64, 256, 512) for lookup in (False, True)]
-    return [*found, case(64, 384, False), case(64, 256, False, overlaps=True)]
+    found = [case(rows, 256, lookup) for rows in (1, 16, 64, 256) for lookup in (False, True)]
+    found.append(case(64, 384, False))
+    variants = {
+        " late": {"overlaps": False},
+        " 16 slices": {"slices": 16, "chunk": 256},
+        " 64 experts": {"experts": 64, "slices": 16, "chunk": 256},
+        " 8 warps": {"warps": 8},
+    }
+    for name, changes in variants.items():
+        found += [case(rows, 256, False, name, dataclasses.replace(DEFAULT, **changes)) for rows in (1, 16, 256)]  # type: ignore[arg-type]
+    return found

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kernels import indexer
+from kernels import indexer, reference
 from kernels.choice import ChoiceConfig, choose_entries
 from kernels.forms import Plane, StepRows
 from tests.kernels.bench import Case
@@ -56,17 +56,21 @@ def pool() -> Tensor:
 class Set:
     query: Tensor
     share: Tensor
+    turns: Tensor
     rows: StepRows
 
 
 def draw(sequences: int, span: int, tokens: int) -> list[Set]:
     generator = torch.Generator("cuda").manual_seed(sequences)
     pages = -(-tokens // 256)
+    angle = torch.rand(tokens, 32, generator=generator, device="cuda") * 6.28
+    turns = torch.stack((angle.cos(), angle.sin()), -1)
     positions = tokens - 1 + torch.arange(-span + 1, 1, device="cuda").repeat(sequences)
     return [
         Set(
             query=torch.randn(sequences * span, HEADS, WIDTH, generator=generator, device="cuda").bfloat16(),
             share=torch.randn(sequences * span, HEADS, generator=generator, device="cuda"),
+            turns=turns,
             rows=StepRows(
                 positions=positions.int(),
                 slabs=torch.arange(sequences, dtype=torch.int32, device="cuda"),
@@ -93,7 +97,8 @@ def check_choice(chosen: Tensor, given: Set) -> None:
     scales = pages[:, KEYS.scale : KEYS.scale + PAGE * 4].contiguous().view(torch.float32)
     table = keys.view(-1, WIDTH)[:visible] * scales.view(-1, 1)[:visible]
     torch.backends.cuda.matmul.allow_tf32 = False
-    scores = (given.share[last].unsqueeze(1) * (given.query[last].float() @ table.T).relu()).sum(0)
+    query = reference.prepare_queries(given.query[last:], given.rows.positions[last:], given.turns, None)[0]
+    scores = (given.share[last].unsqueeze(1) * (query.float() @ table.T).relu()).sum(0)
     assert bool((held[1:] > held[:-1]).all())
     assert int(held[0]) >= 0
     assert int(held[-1]) < visible
@@ -166,7 +171,9 @@ def _cases(
 
     def run_scores(i: int) -> object:
         given = at(i)
-        return indexer.score_entries(given.query, given.share, RATIO, TOP_K, given.rows, pool(), KEYS, config=config)
+        return indexer.score_entries(
+            given.query, given.share, given.turns, RATIO, TOP_K, given.rows, pool(), KEYS, config=config
+        )
 
     def run_choice(i: int) -> object:
         if not scored:
@@ -185,7 +192,9 @@ def _cases(
 
     def run_both(i: int) -> object:
         given = at(i)
-        return indexer.select_entries(given.query, given.share, RATIO, TOP_K, given.rows, pool(), KEYS, config=config)
+        return indexer.select_entries(
+            given.query, given.share, given.turns, RATIO, TOP_K, given.rows, pool(), KEYS, config=config
+        )
 
     def check_both(out: object) -> None:
         assert isinstance(out, Tensor)

@@ -38,7 +38,7 @@ class Size:
 
 
 SIZES = {
-    "wq_a|wkv": Size("linear", 1536, 4096, FP8, F32),
+    "wq_a|wkv": Size("linear", 1536, 4096, FP8),
     "csa": Size("linear", 2624, 4096, BF16, F32),
     "hca": Size("linear", 1024, 4096, BF16, F32),
     "wq_b": Size("linear", 40960, 1024, FP8),
@@ -46,57 +46,33 @@ SIZES = {
     "wo_b": Size("linear", 4096, 8192, FP8),
     "shared up": Size("gated", 4096, 4096, FP8),
     "shared down": Size("linear", 4096, 2048, FP8),
-    "gate": Size("linear", 256, 4096, BF16, F32),
     "head": Size("linear", 129280, 4096, BF16, F32),
     # V4.1's blocks on V4's shape: what the finer scales cost.
     "wo_b 32x32": Size("linear", 4096, 8192, FP8, BF16, (32, 32)),
 }
 ROWS = (1, 16, 64, 256)
 
+LOW = {"block_m": 64, "warps": 4}
+TURNED = {"prepared": True}
+HALF = {"block_n": 64, "registers": None}
+WIDE = {"block_n": 256, "registers": None, "stages": 2}
+EARLY = {"overlaps": True, "ahead": 0}
+AHEAD = {"overlaps": True}
 VARIANTS: dict[str, dict[int, list[dict[str, object]]]] = {
-    "wq_a|wkv": {
-        1: [{"overlaps": True}],
-        16: [{"slices": 4}, {"slices": 16}, {"stages": 4}, {"block_m": 128, "stages": 4}, {"scale_weights": True}],
-        64: [{"overlaps": True}, {"block_n": 32}, {"slices": 4}],
-        256: [{"block_m": 128, "block_n": 128, "warps": 8}],
-    },
-    "csa": {
-        1: [{"overlaps": True}],
-        16: [{"block_k": 128, "stages": 4}, {"slices": 8}, {"slices": 2}, {"stages": 4}, {"block_m": 128, "stages": 4}],
-        64: [{"overlaps": True}, {"block_m": 128}, {"block_m": 128, "serial": True}],
-        256: [{"serial": True}, {"block_m": 64}],
-    },
-    "hca": {1: [{"overlaps": True}], 16: [{"slices": 8}, {"stages": 4}]},
-    "wq_b": {
-        1: [{"overlaps": True}],
-        16: [{"block_m": 128, "stages": 4}, {"stages": 3}, {"stages": 4}],
-        64: [
-            {"overlaps": True},
-            {"stages": 3},
-            {"block_m": 128},
-            {"block_m": 128, "warps": 8},
-            {"block_m": 128, "warps": 8, "scale_weights": True},
-        ],
-        256: [
-            {"block_n": 64, "warps": 4},
-            {"block_m": 64, "warps": 4, "stages": 3},
-            {"block_n": 256, "stages": 2, "scale_weights": True},
-            {"scale_weights": True},
-        ],
-    },
-    "wo_a": {1: [{"overlaps": True}], 16: [{"slices": 4}, {"stages": 4}], 64: [{"block_m": 128}]},
+    "wq_b": {16: [{"stages": 4}, EARLY, AHEAD], 64: [{"prepared": False}, LOW], 256: [{"prepared": False}, HALF, WIDE]},
+    "wo_a": {16: [{"slices": 4}, EARLY], 64: [{"slices": 4}, {"prepared": False}, LOW], 256: [{"slices": 4}, HALF]},
     "wo_b": {
-        1: [{"overlaps": True}],
-        16: [{"slices": 8}, {"stages": 4}, {"block_m": 128, "stages": 4}],
-        64: [{"block_m": 128}, {"block_m": 128, "warps": 8}, {"block_m": 128, "slices": 8}, {"stages": 3}],
-        256: [{"serial": True}, {"block_n": 64, "warps": 4}, {"block_n": 256, "stages": 2, "scale_weights": True}],
+        16: [{"slices": 8}, EARLY, AHEAD],
+        64: [{"slices": 8}, {"prepared": False}, LOW],
+        256: [{"slices": 8}, HALF, WIDE],
     },
-    "shared up": {1: [{"overlaps": True}], 16: [{"slices": 8}, {"block_m": 128}], 64: [{"block_m": 128}]},
-    "shared down": {1: [{"overlaps": True}], 16: [{"slices": 2}], 64: [{"block_m": 128}]},
-    "gate": {1: [{"overlaps": True}], 16: [{"slices": 8}, {"slices": 32}], 64: [{"block_n": 32}]},
-    "head": {16: [{"block_m": 64}, {"stages": 6}], 64: [{"block_m": 64}, {"warps": 8}], 256: [{"block_m": 64}]},
+    "shared up": {16: [EARLY, AHEAD], 64: [{"prepared": False}, LOW], 256: [HALF, WIDE]},
+    "shared down": {16: [EARLY, {"slices": 2}], 64: [LOW, TURNED], 256: [{"slices": 2}, HALF]},
+    "head": {256: [{"block_n": 256, "registers": None}]},
 }
 """By weight and rows: what differs from the tiling that is used."""
+PAIRED: dict[int, list[dict[str, object]]] = {16: [AHEAD], 64: [LOW, TURNED], 256: [HALF]}
+"""The same for the first two of a layer in one launch."""
 
 
 @functools.lru_cache(2)
@@ -157,21 +133,23 @@ def check(name: str, rows: int, same_bits: bool) -> Callable[[object], None]:
 
 
 def predict(size: Size, rows: int, config: Tiling) -> float:
-    """Bytes at 85 % of a copy's rate or operations at 60 % of the peak, and fixed costs.
+    """Bytes of weights, and of x for each tile that reads it, at their rates, or operations; and fixed costs.
 
-    Fixed: 2.5 us for a dependent kernel in a graph and the first bytes, 1.5 us where slices are summed at the end
-    (three round trips to the L2: store, count, load), and what the last program loads, at the 100 KB/us that one
-    multiprocessor takes.
+    Weights at 85 % of a copy's rate; what comes from the L2 at 5.5 TB/s. Operations at 72 % of the peak (the matrix
+    unit waits while a step's weights are dequantised), in whole rounds of programs. Fixed: 3 us for a dependent kernel
+    in a graph and its first bytes, 1 us where slices are summed at the end, and what the last program loads, at the
+    150 KB/us that one multiprocessor takes.
     """
+    tiles = -(-size.out // config.block_m)
+    programs = tiles * config.slices * -(-rows // config.block_n)
     moved = size.out * size.width * size.dtype.itemsize / (0.85 * BYTES_PER_US)
-    computed = 2 * size.out * size.width * max(rows, 16) / (0.6 * FLOPS_PER_US)
+    cached = (tiles * rows * 2 + size.out * -(-rows // config.block_n)) * size.width / 5.5e6
+    rounds = -(-programs // 132) * 132 / programs if rows > 64 else 1.0
+    computed = 2 * size.out * size.width * max(rows, 16) / (0.72 * FLOPS_PER_US) * rounds
     sums = 0.0
     if config.slices > 1 and not config.serial:
-        sums = 1.5 + config.slices * config.block_m * config.block_n * 4 / 100e3
-    if config.overlaps:
-        # Launch and first bytes are hidden behind the kernel before; from the wait to the end it is 2 us at least.
-        return max(moved, computed, 2.0) + 0.5 + sums / 2
-    return max(moved, computed) + 2.5 + sums
+        sums = 1.0 + config.slices * config.block_m * config.block_n * 4 / 150e3
+    return max(moved, cached, computed) + (2.0 if config.overlaps else 3.0) + sums
 
 
 def case(name: str, rows: int, changes: dict[str, object]) -> Case:
@@ -183,7 +161,7 @@ def case(name: str, rows: int, changes: dict[str, object]) -> Case:
         size.block,
     )
     config = dataclasses.replace(tiling(meta, rows), **changes)  # type: ignore[arg-type]
-    same_bits = {"slices", "block_k", "scale_weights"}.isdisjoint(changes)
+    same_bits = {"slices", "block_k"}.isdisjoint(changes)
     nbytes = size.out * size.width * size.dtype.itemsize + rows * size.width * size.groups * 2
     nbytes += rows * size.out * size.result.itemsize // (2 if size.form == "gated" else 1)
 
@@ -193,7 +171,8 @@ def case(name: str, rows: int, changes: dict[str, object]) -> Case:
 
     label = f"m{config.block_m} n{config.block_n} k{config.block_k} s{config.slices}"
     label += f"{'*' if config.serial else ''} w{config.warps} p{config.stages}"
-    label += f"{' overlaps' if config.overlaps else ''}{' scaled weights' if config.scale_weights else ''}"
+    label += f" overlaps {config.ahead}" if config.overlaps else ""
+    label += f"{' turned' if config.prepared else ''}{f' r{config.registers}' if config.registers else ''}"
     return Case(
         name=f"{name} R{rows} {label}{' (variant)' if changes else ''}",
         run=run,
@@ -218,8 +197,93 @@ def yardstick(name: str, rows: int) -> Case:
     return Case(f"{name} R{rows} torch bf16", run, nbytes, 2 * size.out * size.width * rows, moved + 4)
 
 
+def paired(rows: int, changes: dict[str, object]) -> Case:
+    """`wq_a|wkv` and `csa` in one launch."""
+    sizes = [SIZES["wq_a|wkv"], SIZES["csa"]]
+    config = None
+    if changes:
+        metas = [Weight(torch.empty(size.out, size.width, dtype=size.dtype, device="meta")) for size in sizes]
+        first, second = (tiling(meta, rows) for meta in metas)
+        shared = {name: getattr(first, name) for name in ("warps", "registers")} | {"overlaps": False}
+        shared |= {"stages": min(first.stages, second.stages)} | changes
+        config = (dataclasses.replace(first, **shared), dataclasses.replace(second, **shared))  # type: ignore[arg-type]
+
+    def run(i: int) -> tuple[Tensor, Tensor]:
+        first, second = weights("wq_a|wkv"), weights("csa")
+        x = inputs(4096, rows)[i % SETS]
+        return linear.paired_linear(x, first[i % len(first)], second[i % len(second)], config=config)
+
+    def compare(got: object) -> None:
+        assert isinstance(got, tuple)
+        x = inputs(4096, rows)[0]
+        for name, found in zip(("wq_a|wkv", "csa"), got, strict=True):
+            want = linear.linear(x, weights(name)[0], SIZES[name].result)
+            assert torch.equal(found, want), f"{name} by itself differs"
+
+    nbytes = sum(size.out * size.width * size.dtype.itemsize for size in sizes)
+    label = " ".join(f"{name} {value}" for name, value in changes.items())
+    # As one product of both heights: bytes as they are, three steps of the shorter for two of the longer.
+    together = max(nbytes / (0.85 * BYTES_PER_US), 2 * 4160 * 4096 * max(rows, 16) / (0.5 * FLOPS_PER_US)) + 5.0
+    return Case(f"paired R{rows} {label}", run, nbytes, 2 * 4160 * 4096 * rows, together, compare)
+
+
+LAYERS = 4
+"""Of a chain: 0.6 GB of weights."""
+CHAIN = ("wq_a|wkv", "csa", "wq_b", "wo_a", "wo_b", "shared up", "shared down")
+
+
+@functools.lru_cache(1)
+def layer_weights() -> list[dict[str, Weight]]:
+    """Of some layers."""
+    found = []
+    for seed in range(LAYERS):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        layer = {}
+        for name in CHAIN:
+            size = SIZES[name]
+            data = torch.randn(size.out, size.width, generator=generator, device="cuda", dtype=BF16)
+            if size.dtype == BF16:
+                layer[name] = Weight(data)
+            else:
+                scale = torch.full((-(-size.out // 128), -(-size.width // 128)), 118, dtype=torch.uint8, device="cuda")
+                layer[name] = Weight(data.mul_(4).to(FP8), scale)
+        found.append(layer)
+    return found
+
+
+def chain(rows: int, ahead: int | None = None) -> Case:
+    """Products of a layer, one after another.
+
+    Args:
+        rows: of the step.
+        ahead: products are launched while those before them drain, and ask for so many bytes of each row.
+    """
+
+    def run(i: int) -> None:
+        layer = layer_weights()[i % LAYERS]
+        for name in CHAIN:
+            size = SIZES[name]
+            x = inputs(size.width * size.groups, rows)[i % SETS]
+            config = None
+            if ahead is not None:
+                config = dataclasses.replace(tiling(layer[name], rows), overlaps=True, ahead=ahead)
+            if name == "wq_a|wkv":
+                linear.paired_linear(x, layer[name], layer["csa"])
+            elif name != "csa":
+                product(size, x, layer[name], config)
+
+    nbytes = sum(SIZES[name].out * SIZES[name].width * SIZES[name].dtype.itemsize for name in CHAIN)
+    flops = sum(2 * SIZES[name].out * SIZES[name].width * rows for name in CHAIN)
+    # 4 us for each of 6 kernels; 3 where they overlap.
+    predicted = max(nbytes / (0.85 * BYTES_PER_US), flops / (0.6 * FLOPS_PER_US)) + (24.0 if ahead is None else 18.0)
+    return Case(f"layer R{rows}{'' if ahead is None else f' ahead {ahead}'}", run, nbytes, flops, predicted)
+
+
 def cases() -> list[Case]:
     found = []
+    for rows in ROWS:
+        found.extend(chain(rows, ahead) for ahead in (None, 0, 512))
+        found.extend(paired(rows, changes) for changes in ({}, *PAIRED.get(rows, [])))
     for name in SIZES:
         for rows in ROWS:
             found.append(case(name, rows, {}))

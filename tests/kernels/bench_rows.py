@@ -9,7 +9,6 @@ saves 0.8 us of the first. From a few megabytes on, the L2 gives about 5 TB/s, r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from kernels import reference, rows
 from kernels.forms import Plane, StepRows
 from tests.kernels.bench import Case
 
-RANK, HEADS, WIDTH, INDEX_WIDTH, ROPE, RING = 1024, 64, 512, 128, 64, 136
+RANK, HEADS, WIDTH, ROPE, RING = 1024, 64, 512, 64, 136
 EPS = 1e-6
 SETS = 2
 
@@ -39,47 +38,6 @@ def make_step(batch: int, span: int) -> StepRows:
 def close(out: Tensor, wanted: Tensor, limit: float) -> None:
     error = float((out.float() - wanted.float()).norm() / wanted.float().norm())
     assert error < limit, f"error {error:.2e} is not below {limit:.0e}"
-
-
-def query_cases(batch: int, span: int) -> list[Case]:
-    count = batch * span
-    width = HEADS * WIDTH
-    both = HEADS * (WIDTH + INDEX_WIDTH)
-    step, turns = make_step(batch, span), make_turns()
-    sets = [torch.randn(count, both, device="cuda").bfloat16() for _ in range(SETS)]
-    moved = count * both * 4
-
-    def run_both(config: rows.RowsConfig) -> Callable[[int], object]:
-        shapes = (HEADS, WIDTH), (HEADS, INDEX_WIDTH)
-        return lambda i: rows.prepare_both(sets[i % SETS], *shapes, step.positions, turns, EPS, config)
-
-    def check(out: object) -> None:
-        wanted = reference.prepare_both(sets[0], (HEADS, WIDTH), (HEADS, INDEX_WIDTH), step.positions, turns, EPS)
-        for each, want in zip(out, wanted, strict=True):  # type: ignore[call-overload]
-            close(each, want, 3e-3)
-
-    predicted = 2.7 + moved / 5e6
-    cases = [
-        Case(f"prepare_both R={count} elements={elements} warps={warps}",
-             run_both(rows.RowsConfig(elements=elements, query_warps=warps)),
-             moved, predicted_us=predicted, check=check)
-        for elements, warps in ((2048, 4), (2048, 2), (2048, 1), (1024, 1), (4096, 4), (4096, 8))
-    ]  # fmt: skip
-    cases.append(
-        Case(f"prepare_both R={count} early", run_both(rows.RowsConfig(early=True)), moved,
-             predicted_us=predicted - 0.8, check=check)
-    )  # fmt: skip
-    heads = [each[:, :width].unflatten(1, (HEADS, WIDTH)) for each in sets]
-    index_heads = [each[:, width:].unflatten(1, (HEADS, INDEX_WIDTH)) for each in sets]
-    cases += [
-        Case(f"prepare_queries attention R={count}",
-             lambda i: rows.prepare_queries(heads[i % SETS], step.positions, turns, EPS),
-             count * width * 4, predicted_us=2.6 + count * width * 4 / 5e6),
-        Case(f"prepare_queries index R={count}",
-             lambda i: rows.prepare_queries(index_heads[i % SETS], step.positions, turns, None),
-             count * (both - width) * 4, predicted_us=2.4 + count * (both - width) * 4 / 5e6),
-    ]  # fmt: skip
-    return cases
 
 
 def row_cases(batch: int, span: int) -> list[Case]:
@@ -107,7 +65,18 @@ def row_cases(batch: int, span: int) -> list[Case]:
         assert isinstance(out, Tensor)
         close(out, reference.norm_rows(wide[0][:, :RANK], weight, EPS, torch.bfloat16), 3e-3)
 
+    wider = [torch.randn(count, HEADS * WIDTH + 8192, device="cuda").bfloat16() for _ in range(SETS)]
+    heads = [each[:, : HEADS * WIDTH].unflatten(1, (HEADS, WIDTH)) for each in wider]
+
+    def check_heads(out: object) -> None:
+        assert isinstance(out, Tensor)
+        close(out, reference.prepare_queries(heads[0], step.positions, turns, EPS), 3e-3)
+
+    moved = count * HEADS * WIDTH * 4
     return [
+        Case(f"prepare_queries R={count}",
+             lambda i: rows.prepare_queries(heads[i % SETS], step.positions, turns, EPS),
+             moved, predicted_us=1.9 + moved / 5e6, check=check_heads),
         Case(f"norm_rows R={count}",
              lambda i: rows.norm_rows(wide[i % SETS][:, :RANK], weight, EPS, torch.bfloat16),
              count * RANK * 6, predicted_us=2.1, check=check_norm),
@@ -118,5 +87,5 @@ def row_cases(batch: int, span: int) -> list[Case]:
 def cases() -> list[Case]:
     found: list[Case] = []
     for batch, span in ((1, 1), (16, 1), (64, 1), (64, 4)):
-        found += row_cases(batch, span) + query_cases(batch, span)
+        found += row_cases(batch, span)
     return found

@@ -140,6 +140,11 @@ def test_partial_results_may_be_rounded_to_half_precision(device):
     check(layer, dataclasses.replace(SMALL, partials=torch.float16))
 
 
+def test_short_rows_have_a_split_for_each_tile(device):
+    layer = make_layer([5, 27, 111, 40], ratio=4, heads=3, format="bf16", pages=8, seed=7, device=device)
+    check(layer, dataclasses.replace(SMALL, single=2))
+
+
 @pytest.mark.parametrize("programs", [1, 64])
 def test_all_visible_entries_in_splits(programs, device):
     """48 still channels are masked; rows of one, two and many splits, added by the programs or by the second kernel."""
@@ -170,9 +175,10 @@ def test_a_row_does_not_depend_on_the_others(device):
 
 
 def test_room_for_splits_is_what_the_longest_rows_take():
-    assert count_splits(2, 2) == 1
-    assert count_splits(10, 2) == 4
-    assert all(count_splits(t, 1) <= count_splits(t + 1, 1) for t in range(1, 120))
+    assert count_splits(2, 2, 0) == 1
+    assert count_splits(10, 2, 0) == 4
+    assert count_splits(10, 2, 6) == 6
+    assert all(count_splits(t, 1, 5) <= count_splits(t + 1, 1, 5) for t in range(1, 120))
 
 
 @pytest.mark.gpu
@@ -186,8 +192,8 @@ def test_real_sizes_and_rows_on_their_own(ratio, top_k, format, device):
     )  # fmt: skip
     config = choose_config(64, torch.bfloat16, format)
     together = check(layer, config)
-    # Splits of a row in one program, in some, each in its own, and added by a kernel that starts early.
-    for changes in ({"programs": 1}, {"programs": 8}, {"programs": 256}, {"overlaps": True}, {"stages": 2}):
+    # Splits of a row in one program, in some, each in its own, and kernels that do not start early.
+    for changes in ({"programs": 1}, {"programs": 8}, {"programs": 256}, {"overlaps": False}, {"stages": 2}):
         assert torch.equal(attend(*layer.arguments(), config=dataclasses.replace(config, **changes)), together)
     for r in range(3):
         rows = StepRows(layer.rows.positions[r : r + 1], layer.rows.slabs[r : r + 1], layer.rows.tables[r : r + 1], 1)

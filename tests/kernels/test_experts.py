@@ -185,8 +185,15 @@ def _bf16(words: Tensor) -> list[Tensor]:
 
 def _run(ptx: str, operands: list[Tensor]) -> list[list[Tensor]]:
     """Both results as halves in float64 (so none is rounded), of operands in int64."""
-    registers: dict[str, Tensor] = {f"${2 + number}": operand for number, operand in enumerate(operands)}
     products: dict[str, list[Tensor]] = {}
+    run_ptx(ptx, {f"${2 + number}": operand for number, operand in enumerate(operands)}, products)
+    return [products["$0"], products["$1"]]
+
+
+def run_ptx(ptx: str, inputs: dict[str, Tensor], products: dict[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
+    """Registers, int64, after the instructions; products of bf16 go to `products`, as halves in float64."""
+    registers = dict(inputs)
+    products = {} if products is None else products
 
     def read(name: str) -> Tensor:
         return registers[name] if name in registers else torch.tensor(int(name, 0))
@@ -200,14 +207,19 @@ def _run(ptx: str, operands: list[Tensor]) -> list[list[Tensor]]:
             registers[arguments[0]] = torch.stack([both[pick] << 8 * i for i, pick in enumerate(picks)]).sum(0)
         elif name == "lop3.b32":
             a, b, c, table = (read(argument) for argument in arguments[1:])
-            registers[arguments[0]] = torch.zeros_like(a)
+            result = torch.zeros_like(a)
             for row in range(8):
                 if table >> row & 1:
                     terms = [x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1))]
-                    registers[arguments[0]] |= terms[0] & terms[1] & terms[2] & 0xFFFFFFFF
+                    result = result | (terms[0] & terms[1] & terms[2] & 0xFFFFFFFF)
+            registers[arguments[0]] = result
         elif name == "and.b32":
             registers[arguments[0]] = read(arguments[1]) & read(arguments[2])
             products.pop(arguments[0], None)
+        elif name == "shl.b32":
+            registers[arguments[0]] = read(arguments[1]) << read(arguments[2]) & 0xFFFFFFFF
+        elif name == "shr.u32":
+            registers[arguments[0]] = read(arguments[1]) >> read(arguments[2])
         elif name == "mul.lo.u32":
             registers[arguments[0]] = read(arguments[1]) * read(arguments[2]) & 0xFFFFFFFF
         elif name == "mov.b32":
@@ -218,7 +230,7 @@ def _run(ptx: str, operands: list[Tensor]) -> list[list[Tensor]]:
             products[arguments[0]] = [a * b for a, b in zip(left, right, strict=True)]
         else:
             assert name in ("{", "}", ".reg")
-    return [products["$0"], products["$1"]]
+    return registers
 
 
 @pytest.mark.gpu
@@ -232,13 +244,14 @@ def test_real_sizes(device: torch.device, rows: int) -> None:
     expert_to_slot = where.int().to(device)
     ids, weights = make_routing(rows, 6, 256, device)
     x = make_rows(rows, 4096, BF16, device)
-    got = experts.mix_experts(x, ids, weights, expert_to_slot, slots, 10.0)
     few = slice(0, min(rows, 8))
     want = reference.mix_experts(x[few], ids[few], weights[few], expert_to_slot, slots, 10.0)
-    assert relative_error(got[few], want) < BF16_ERROR
-    alone = [experts.mix_experts(x[r : r + 1], ids[r : r + 1], weights[r : r + 1], expert_to_slot, slots, 10.0)
-             for r in (0, rows - 1)]  # fmt: skip
-    assert torch.equal(alone[0][0], got[0]) and torch.equal(alone[1][0], got[-1])
+    for config in (None, experts.Config()):
+        got = experts.mix_experts(x, ids, weights, expert_to_slot, slots, 10.0, config=config)
+        assert relative_error(got[few], want) < BF16_ERROR
+        alone = [experts.mix_experts(x[r : r + 1], ids[r : r + 1], weights[r : r + 1], expert_to_slot, slots, 10.0,
+                                     config=config) for r in (0, rows - 1)]  # fmt: skip
+        assert torch.equal(alone[0][0], got[0]) and torch.equal(alone[1][0], got[-1])
     for config in (experts.Config(shift=64), experts.Config(early=True), experts.Config(parts=2, warps=8, tile=32)):
         assert torch.equal(experts.mix_experts(x, ids, weights, expert_to_slot, slots, 10.0, config=config), got)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import hyper, reference
-from kernels.forms import HyperWeights
+from kernels.forms import HyperWeights, PairSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,51 @@ def test_collapse_head(dtype: torch.dtype, device: torch.device) -> None:
     mixed, expected = reference.collapse_head(inputs.streams, *left, inputs.weights)
     assert error(streams, mixed) < tolerance(dtype)
     assert error(hidden, expected) < 4 * tolerance(dtype)
+
+
+def draw_pairs(inputs: Inputs, *, has_base: bool) -> PairSums:
+    """Sums of twelve experts, every third of them elsewhere: in their places, and in rows that are not wanted, is NaN.
+    The first row has no expert at all."""
+    rows, hidden = inputs.output.shape
+    device = inputs.output.device
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.rand(rows + 2, 12, generator=generator).argsort(1)[:, :4].sort(1).values.int()
+    ids[0] = -1
+    slots = torch.where(torch.arange(12) % 3 == 0, -1, torch.arange(12)).int()
+    pairs = torch.randn(rows + 2, 4, hidden, generator=generator)
+    pairs[(slots[ids.long()] < 0) | (ids < 0)] = torch.nan
+    pairs[rows:] = torch.nan
+    wanted = rows if not has_base else rows + 2
+    base = inputs.output if has_base else None
+    return PairSums(pairs[:wanted].to(device), ids[:wanted].to(device), slots.to(device), base)
+
+
+@pytest.mark.parametrize("eager_rows", [0, 16])
+@pytest.mark.parametrize(("dtype", "has_base"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_pairs_are_added_up_on_the_way(
+    dtype: torch.dtype, has_base: bool, eager_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hyper, "EAGER_ROWS", eager_rows)
+    inputs = draw(3, 96, dtype, device, seed=4)
+    pairs = draw_pairs(inputs, has_base=has_base)
+    x = torch.full((5, 96), torch.nan, device=device).to(dtype)
+    out = hyper.connect(inputs.streams, pairs, inputs.post, inputs.combination, inputs.weights, out=x[1:4])
+    mixed = reference.connect(inputs.streams, pairs, inputs.post, inputs.combination, inputs.weights)[0]
+    truth = reference.connect(out[0], None, None, None, inputs.weights)
+    assert error(out[0], mixed) < tolerance(dtype)
+    assert error(x[1:4], truth[1]) < tolerance(dtype) and out[1].data_ptr() == x[1:4].data_ptr()
+    assert x[0].isnan().all() and x[4].isnan().all()
+    head = draw(3, 96, dtype, device, head=True, seed=5)
+    left = (pairs, inputs.post, inputs.combination, head.weights)
+    assert error(hyper.collapse_head(inputs.streams, *left)[0], mixed) < tolerance(dtype)
+    if not has_base:
+        whole = reference.add_pairs(pairs)
+        alone = hyper.connect(inputs.streams, whole, inputs.post, inputs.combination, inputs.weights)
+        # The compiler may join other products and sums into one instruction.
+        for part, expected in zip(out, alone, strict=True):
+            assert error(part, expected) < 1e-6
+    with pytest.raises(ValueError, match="must be contiguous"):
+        hyper.connect(inputs.streams, pairs, inputs.post, inputs.combination, inputs.weights, out=x[:, ::2])
 
 
 def test_row_is_the_same_bits_in_any_batch(device: torch.device) -> None:

@@ -23,6 +23,7 @@ class Inputs:
 
     query: Tensor
     share: Tensor
+    turns: Tensor
     rows: StepRows
     arena: Tensor
     keys: Plane
@@ -45,6 +46,14 @@ def plane(width: int, form: RecordFormat, page: int = PAGE) -> Plane:
     scale = 48 + page * size + 32
     stride = -(-(scale + page * 4 + 16) // 16) * 16
     return Plane(48, scale, stride, page, width, 0, form, size, 4 if form == "fp8" else 0)
+
+
+def quarter_turns(positions: list[list[int]], rope: int, device: torch.device) -> Tensor:
+    """Rotations that turn whole numbers into whole numbers, so that sums are exact behind them, too."""
+    generator = torch.Generator().manual_seed(9)
+    quarter = torch.randint(0, 4, (max(map(max, positions)) + 1, rope // 2), generator=generator)
+    cos = torch.tensor([1.0, 0.0, -1.0, 0.0])
+    return torch.stack((cos[quarter], cos[(quarter + 3) % 4]), -1).to(device)
 
 
 def draw(
@@ -90,14 +99,16 @@ def draw(
     )
     query = numbers(sequences * span, heads, width).to(dtype)
     share = numbers(sequences * span, heads) / 4
-    return Inputs(query.to(device), share.to(device), rows, arena.to(device), keys)
+    turns = quarter_turns(positions, width // 4, device)
+    return Inputs(query.to(device), share.to(device), turns, rows, arena.to(device), keys)
 
 
 def select(inputs: Inputs, ratio: int, top_k: int, config: indexer.IndexerConfig = indexer.DEFAULT) -> Tensor:
     before = inputs.arena.clone()
     chosen = indexer.select_entries(
-        inputs.query, inputs.share, ratio, top_k, inputs.rows, inputs.arena, inputs.keys, config=config
-    )
+        inputs.query, inputs.share, inputs.turns, ratio, top_k, inputs.rows, inputs.arena, inputs.keys, 0.5,
+        config=config,
+    )  # fmt: skip
     assert torch.equal(inputs.arena, before)
     assert chosen.shape == (inputs.rows.rows, top_k)
     assert chosen.dtype == torch.int32
@@ -105,7 +116,9 @@ def select(inputs: Inputs, ratio: int, top_k: int, config: indexer.IndexerConfig
 
 
 def truth(inputs: Inputs, ratio: int, top_k: int) -> Tensor:
-    return reference.select_entries(inputs.query, inputs.share, ratio, top_k, inputs.rows, inputs.arena, inputs.keys)
+    return reference.select_entries(
+        inputs.query, inputs.share, inputs.turns, ratio, top_k, inputs.rows, inputs.arena, inputs.keys, 0.5
+    )
 
 
 SMALL = indexer.IndexerConfig(block=32, chunk=64, programs=6, choice=ChoiceConfig(segment=128, warps=4))
@@ -153,7 +166,8 @@ def test_nearly_equal_scores(device: torch.device) -> None:
     """Real numbers: what is chosen is the best up to the rounding of a sum in float32."""
     inputs = draw([[150, 151]], 1, torch.bfloat16, "fp8", device, whole=False, heads=16, width=64, seed=2)
     chosen = select(inputs, 1, 16, SMALL)
-    scores = reference.score_entries(inputs.query, inputs.share, 1, inputs.rows, inputs.arena, inputs.keys)
+    query = reference.prepare_queries(inputs.query, inputs.rows.positions, inputs.turns, None)
+    scores = reference.score_entries(query, inputs.share * 0.5, 1, inputs.rows, inputs.arena, inputs.keys)
     for row, best in zip(scores, chosen, strict=True):
         assert best.tolist() == sorted(set(best.tolist()))
         lowest = row[best.long()].min()
@@ -168,6 +182,19 @@ def test_choice_does_not_depend_on_the_batch(device: torch.device) -> None:
     both = select(inputs, 1, 9, SMALL)
     for b in range(2):
         assert torch.equal(select(inputs.sequence(b), 1, 9, SMALL), both[2 * b : 2 * b + 2])
+
+
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_heads_are_prepared_beside(eps: float | None, device: torch.device) -> None:
+    inputs = draw([[90, 91], [7, -1]], 2, torch.bfloat16, "fp8", device)
+    generator = torch.Generator().manual_seed(8)
+    heads = torch.randn(4, 5 * 48 + 16, generator=generator).bfloat16().to(device)[:, :240].unflatten(1, (5, 48))
+    arguments = (heads, eps, inputs.query, inputs.share, inputs.turns, 2, 6, inputs.rows, inputs.arena, inputs.keys, 2)
+    prepared, chosen = indexer.prepare_and_select(*arguments, config=SMALL)
+    wanted = reference.prepare_and_select(*arguments)
+    assert torch.equal(chosen, wanted[1])
+    # One rounding to bf16, which the interpreter makes toward zero.
+    assert (prepared.float() - wanted[0].float()).norm() <= 6e-3 * wanted[0].float().norm()
 
 
 @pytest.mark.gpu
@@ -202,4 +229,4 @@ def draw_large(positions: list[list[int]], device: torch.device) -> Inputs:
     )
     query = torch.randint(-1, 2, (sequences * span, 64, 128), generator=generator, device=device).bfloat16()
     share = torch.randint(-2, 3, (sequences * span, 64), generator=generator, device=device).float() / 4
-    return Inputs(query, share, rows, arena, keys)
+    return Inputs(query, share, quarter_turns(positions, 64, device), rows, arena, keys)

@@ -93,6 +93,21 @@ def test_type_of_the_activations_is_that_of_the_result(device: torch.device) -> 
     assert linear.linear(x[:0], weight).shape == (0, 48)
 
 
+@pytest.mark.parametrize(("out", "side", "width"), [(96, 200, 544), (64, 32, 96)])
+def test_paired(device: torch.device, out: int, side: int, width: int) -> None:
+    """As each by itself."""
+    weight, beside = make_weight(out, width, FP8, 3, device), make_weight(side, width, BF16, 4, device)
+    for activation in (BF16, F32):
+        x = make_rows(3, width, activation, out, device)
+        got, kept = linear.paired_linear(x, weight, beside)
+        assert got.dtype == activation and kept.dtype == F32
+        assert torch.equal(got, linear.linear(x, weight))
+        assert torch.equal(kept, linear.linear(x, beside, F32))
+        want, _ = reference.paired_linear(x, weight, beside)
+        assert relative_error(got, want) < (BF16_ERROR if activation == BF16 else FLOAT_INPUT_ERROR)
+    assert [len(part) for part in linear.paired_linear(x[:0], weight, beside)] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("groups", "out", "width", "dtype", "block"),
     [
@@ -114,10 +129,14 @@ def test_grouped(
 
 
 @pytest.mark.parametrize(
-    ("half", "width", "dtype", "block"),
-    [(128, 256, FP8, (128, 128)), (96, 544, FP8, (32, 32)), (80, 96, BF16, (128, 128)), (48, 64, FP8, (32, 32))],
+    ("half", "width", "dtype", "block", "clamp"),
+    [
+        (128, 256, FP8, (128, 128), 0.5),
+        (96, 544, FP8, (32, 32), 10.0),
+        (80, 96, BF16, (128, 128), 10.0),
+        (48, 64, FP8, (32, 32), 0.5),
+    ],
 )
-@pytest.mark.parametrize("clamp", [10.0, 0.5])
 def test_gated(
     device: torch.device, half: int, width: int, dtype: torch.dtype, block: tuple[int, int], clamp: float
 ) -> None:
@@ -198,7 +217,6 @@ REAL = {
     "wo_b": ("linear", 4096, 8192, FP8),
     "shared up": ("gated", 4096, 4096, FP8),
     "shared down": ("linear", 4096, 2048, FP8),
-    "gate": ("linear", 256, 4096, BF16),
 }
 
 
@@ -227,6 +245,20 @@ def test_real_sizes(device: torch.device, name: str, block: tuple[int, int]) -> 
     assert relative_error(together, want) < (FLOAT_ERROR if form == "linear" else BF16_ERROR / 2)
     for first, count in ((0, 1), (7, 1), (100, 16), (3, 31), (60, 64), (128, 128)):
         assert torch.equal(product(x[first : first + count]), together[first : first + count]), (first, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [544, 640])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_many_rows_of_odd_sizes(device: torch.device, name: str, width: int) -> None:
+    """Where x is turned once for all tiles, and where its columns do not end with a step."""
+    weight = make_weight(256, width, FP8, 6, device)
+    x = make_rows(130, width, BF16, 8, device)
+    together = PRODUCTS[name](x, weight, None)
+    assert tiling(weight, 130).prepared
+    assert together.isfinite().all()
+    for first, count in ((0, 1), (127, 3), (60, 64)):
+        assert torch.equal(PRODUCTS[name](x[first : first + count], weight, None), together[first : first + count])
 
 
 @pytest.mark.gpu

@@ -48,27 +48,15 @@ def test_prepare_queries(
     heads: int, width: int, rope: int, eps: float | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     generator = torch.Generator(device).manual_seed(heads)
-    query = (torch.randn(3, heads, width, generator=generator, device=device) * 3).to(dtype)
+    wide = (torch.randn(3, heads * width + 16, generator=generator, device=device) * 3).to(dtype)
+    query = wide[:, 16:].unflatten(1, (heads, width))
     positions = torch.tensor([7, -1, 20], dtype=torch.int32, device=device)
     turns = make_turns(device, 21, rope)
-    wanted = reference.prepare_queries(query.clone(), positions, turns, eps)
+    wanted = reference.prepare_queries(query, positions, turns, eps)
     config = rows.RowsConfig(elements=128)
-    out = rows.prepare_queries(query.clone(), positions, turns, eps, config)
+    out = rows.prepare_queries(query, positions, turns, eps, config)
     assert error(out, wanted) < TOLERANCE[dtype]
-    assert torch.equal(out[2:], rows.prepare_queries(query[2:].clone(), positions[2:], turns, eps, config))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prepare_both(dtype: torch.dtype, device: torch.device) -> None:
-    generator = torch.Generator(device).manual_seed(1)
-    wide = torch.randn(3, 5 * 64 + 16 * 32 + 16, generator=generator, device=device).to(dtype)
-    query = wide[:, : 5 * 64 + 16 * 32]
-    positions = torch.tensor([3, 9, -1], dtype=torch.int32, device=device)
-    turns = make_turns(device, 10, 16)
-    outs = rows.prepare_both(query, (5, 64), (16, 32), positions, turns, 1e-6, rows.RowsConfig(elements=128))
-    wanted = reference.prepare_both(query, (5, 64), (16, 32), positions, turns, 1e-6)
-    for out, want in zip(outs, wanted, strict=True):
-        assert error(out, want) < TOLERANCE[dtype]
+    assert torch.equal(out[2:], rows.prepare_queries(query[2:], positions[2:], turns, eps, config))
 
 
 @dataclasses.dataclass

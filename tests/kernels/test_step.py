@@ -13,8 +13,8 @@ from engine.bench.check import Finding, check_ops, describe_findings
 from engine.bench.rig import StepBench, StepOptions
 from engine.model.ops import OPERATIONS, triton_ops
 
-SINGLE = {"norm_rows", "write_window", "compress"}
-"""What a step does in `enter_attention`."""
+SINGLE = {"norm_rows", "write_window", "compress", "mix_experts", "select_entries"}
+"""What a step does in `enter_attention`, in `connect` and in `prepare_and_select`."""
 
 
 @pytest.mark.parametrize("case", ["verify=2*2@132:1"])

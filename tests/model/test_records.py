@@ -37,6 +37,29 @@ def parts(records: Records, *, in_pages: bool) -> Iterator[tuple[int, int]]:
         yield plane.scale, plane.rows * plane.scale_bytes
 
 
+def test_a_private_block_has_no_byte_twice_and_ends_with_the_arena() -> None:
+    shape = flash_shape()
+    records = plan_records(shape, page_tokens=256, num_pages=3, num_slabs=2, staging_rows=256)
+    found = []
+    for role, near, far in zip(shape.layer_roles, records.layers, records.staging, strict=True):
+        assert (far.entries, far.keys) == (near.entries, near.keys)
+        assert far.window.rows == shape.window + 256
+        found += [
+            (far.window.data, far.window.rows * far.window.data_bytes),
+            (far.window.scale, far.window.rows * far.window.scale_bytes),
+        ]
+        for ring, long in ((near.entry_ring, far.entry_ring), (near.key_ring, far.key_ring)):
+            assert (ring is None) == (long is None)
+            if ring is not None and long is not None:
+                assert long.width == ring.width and long.rows >= role.pooled_tokens + 256
+                found.append((long.data, long.rows * long.width * 4))
+    end = records.slabs_at + records.num_slabs * records.slab_bytes
+    for first, num_bytes in sorted(found):
+        assert first % PLANE_ALIGN == 0 and first >= end
+        end = first + num_bytes
+    assert end <= records.num_bytes
+
+
 def tiny_shape(name: str) -> ModelShape:
     return shape_from_config(json.loads((ORACLE / name / "config.json").read_text()))
 

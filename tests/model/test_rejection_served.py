@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.config import DraftConfig
 from engine.errors import GroupBroken
-from engine.model import choosing, rejection, sampling
+from engine.model import rejection, sampling
 from engine.model.decoding import Decode, Decoded, Decoder
 from engine.model.device import TorchDevice, open_torch_device
 from engine.model.exchange import Key
@@ -161,7 +161,7 @@ def test_texts_follow_the_chain_rule_where_steps_draft_and_do_not(name: str) -> 
 @pytest.mark.parametrize("mistake", ["counts stand still", "one number for two purposes"])
 def test_a_mistake_shows_in_the_pairs(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "counts stand still":
-        monkeypatch.setattr(choosing, "add_tokens", lambda *_: None)
+        monkeypatch.setattr(Memory, "add_counts", lambda *_: None)
     else:
         monkeypatch.setattr(rejection, "LANE_ACCEPT", LANE_DRAFT)
     assert min(pair_chances("frequency", [2, 2, 1, 0])) < FALSE_ALARM

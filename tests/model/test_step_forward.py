@@ -14,7 +14,7 @@ from engine.model.graph import StepGraph
 from engine.model.ops import reference_ops, triton_ops
 from engine.model.step_weights import local_experts, make_step_weights
 from engine.model.weight_sources import PlainSource, StoredSource
-from kernels.forms import RecordFormat
+from kernels.forms import RecordFormat, Weight
 from tests.model.conftest import Golden
 from tests.model.step_cases import Decoded, StepRig, decode, fill_inputs, make_rig
 
@@ -176,8 +176,8 @@ def test_ranks_add_up_to_the_whole_mixture(golden: Callable[[str], Golden]) -> N
     generator = torch.Generator().manual_seed(2)
     x = torch.randn((5, gold.shape.hidden), generator=generator)
     for layer in (0, 3):
-        logits = torch.randn((5, count), generator=generator)
-        ids, shares_of = ops.route(logits, whole.layers[3].bias, None, gold.shape.top_k, 2.5)
+        gate = Weight(torch.randn((count, gold.shape.hidden), generator=generator))
+        ids, shares_of = ops.route(x, gate, whole.layers[3].bias, None, gold.shape.top_k, 2.5)
         results = [
             ops.mix_experts(x, ids, shares_of, rank.layers[layer].expert_to_slot, rank.slots, 1.0)
             for rank in (whole, *ranks)

@@ -110,6 +110,21 @@ def test_sequences_of_one_pass_do_not_meet(golden: Callable[[str], Golden], mode
     assert (model.forward(step) - torch.cat(alone)).abs().max() < LIMIT
 
 
+def test_rows_come_in_the_order_in_which_they_are_asked_for(model: StepModel) -> None:
+    tables = np.arange(40).reshape(2, 20)
+    batch = RowBatch(np.array([0, 1]), np.zeros(2, np.int64), np.array([[5], [6]]), tables)
+    both = model.forward(batch).clone()
+    assert not torch.equal(both[0], both[1])
+    for wanted in ([1, 0], [0, 0], [1]):
+        assert torch.equal(model.forward(batch, wanted), both[wanted])
+
+
+def test_pages_past_the_longest_sequence_are_left_out(model: StepModel) -> None:
+    one = model.forward(rows(0, np.array([5]), slab=0, first_page=0)).clone()
+    wide = RowBatch(np.array([0]), np.array([0]), np.array([[5]]), np.arange(25)[None])
+    assert torch.equal(model.forward(wide), one)
+
+
 def test_a_copied_slab_goes_on_as_the_first(golden: Callable[[str], Golden], model: StepModel) -> None:
     ids = golden("v4-tiny-fast").cases["len47.ids"].long().numpy()
     model.forward(rows(0, ids[:32], slab=0, first_page=0), wanted=[31])
