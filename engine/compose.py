@@ -307,8 +307,8 @@ def _nixl(name: str, config: RankConfig, rank: int) -> AbstractAsyncContextManag
         # Else UCX rewrites, in every loaded library, the functions that map memory: for caches of what it registered by
         # itself, which is nothing here, where the arena is registered once and stays. With torch loaded it takes 0.4 s.
         os.environ.setdefault("UCX_MEM_EVENTS", "n")
-    # Members of a group write experts into each other's slots.
-    receives = config.role == "decode" or config.group > 1
+    # Members of a group write experts into each other's slots, and decode ranks hand turns back.
+    receives = config.role == "decode" or config.group > 1 or config.hand_back.enabled
     if config.device != "cuda":
         return open_nixl_fabric(name, receives=receives)
     import torch

@@ -140,6 +140,22 @@ class DraftConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HandBackConfig:
+    """Finished turns go back from their decode rank into the prefix cache of the prefill rank.
+
+    Attributes:
+        tokens: a turn with fewer generated tokens stays where it is.
+        share: of a rank's pages, or of its slabs, that turns on their way may hold.
+        wait_s: an offer without an answer is withdrawn after it.
+    """
+
+    enabled: bool = True
+    tokens: int = 64
+    share: float = 0.1
+    wait_s: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SloConfig:
     """Latencies that an operator wants, in seconds; 0 wants nothing. Nothing is refused or slowed for them: one that is
     missed over a minute makes the cluster degraded."""
@@ -220,6 +236,7 @@ class RankConfig:
     experts_draft: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
     prefix_cache: bool = True
+    hand_back: HandBackConfig = dataclasses.field(default_factory=HandBackConfig)
     load_format: Literal["auto", "dummy"] = "auto"
 
 
@@ -248,6 +265,7 @@ class ClusterConfig:
         threads: intra-op threads of each rank.
         draft: how much decode ranks draft.
         prefix_cache: prefill ranks keep what prompts have computed; not where `replay_rows` is set.
+        hand_back: and what was generated behind them.
         load_format: `dummy` for random weights of the model's shapes.
         slo: latencies to watch.
         http: the HTTP surface.
@@ -282,6 +300,7 @@ class ClusterConfig:
     http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
     draft: DraftConfig = dataclasses.field(default_factory=DraftConfig)
     prefix_cache: bool = True
+    hand_back: HandBackConfig = dataclasses.field(default_factory=HandBackConfig)
     load_format: Literal["auto", "dummy"] = "auto"
 
     @property
@@ -330,6 +349,7 @@ class ClusterConfig:
             experts_draft=self.experts_draft,
             draft=self.draft,
             prefix_cache=self.keeps_prompts,
+            hand_back=dataclasses.replace(self.hand_back, enabled=self.hand_back.enabled and self.keeps_prompts),
             load_format=self.load_format,
         )
 
@@ -434,6 +454,8 @@ def config_view(config: ClusterConfig) -> dict[str, Any]:
             view.update({key: getattr(value, name) for key, name in SLO_KEYS.items()})
         elif field.name == "draft":
             view.update({f"draft.{name}": v for name, v in dataclasses.asdict(value).items()})
+        elif field.name == "hand_back":
+            view.update({key: getattr(value, name) for key, name in HAND_BACK_KEYS.items()})
         elif field.name == "http":
             view.update({key: getattr(value, name) for key, name in HTTP_KEYS.items()})
         elif field.name == "limits":
@@ -448,6 +470,14 @@ SECTIONS = {
     "prefix_cache": "prefix_cache.enabled",
 }  # fmt: skip
 """Fields that people write inside a table."""
+
+HAND_BACK_KEYS = {
+    "prefix_cache.hand_back": "enabled",
+    "prefix_cache.hand_back_tokens": "tokens",
+    "prefix_cache.hand_back_share": "share",
+    "prefix_cache.hand_back_wait": "wait_s",
+}
+"""Keys that people write to fields of HandBackConfig."""
 
 SLO_KEYS = {"slo.ttft_p90": "ttft_p90_s", "slo.itl_p99": "itl_p99_s"}
 """Keys that people write to fields of SloConfig."""

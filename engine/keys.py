@@ -14,10 +14,12 @@ from typing import Any
 from engine.config import (
     DRAFT_ROWS,
     EXPERT_KEYS,
+    HAND_BACK_KEYS,
     HTTP_KEYS,
     NANO,
     NO_HTTP,
     ExpertsConfig,
+    HandBackConfig,
     HttpConfig,
     Limits,
     parse_ranks,
@@ -96,6 +98,25 @@ def _expert_keys(part: str) -> list[Key]:
         choices = ("off", "manual", "auto") if kind == "choice" else ()
         keys.append(Key(f"experts.{part}.{name}", kind, default, doc, least=least, choices=choices))
     return keys
+
+
+_HAND_BACK_DOCS: dict[str, tuple[str, float, str]] = {
+    "prefix_cache.hand_back": (
+        "flag", 0,
+        "Whether the KV of generated tokens goes back to the prefill rank once a request has finished, so that the next"
+        " turn of its conversation computes only the new text. Off without prefix_cache.enabled.",
+    ),
+    "prefix_cache.hand_back_tokens": ("count", 2, "A completion with fewer tokens is not handed back."),
+    "prefix_cache.hand_back_share": ("share", 0, "Of a rank's pages, or slabs, that turns on their way back may hold."),
+    "prefix_cache.hand_back_wait": ("duration", 0.001, "An offer without an answer is withdrawn after it."),
+}  # fmt: skip
+"""Key to kind, least and line, of the hand-back."""
+
+
+def _hand_back_keys() -> list[Key]:
+    defaults, keys = HandBackConfig(), HAND_BACK_KEYS.items()
+    docs = _HAND_BACK_DOCS
+    return [Key(key, docs[key][0], getattr(defaults, name), docs[key][2], least=docs[key][1]) for key, name in keys]
 
 
 _HTTP_DOCS: dict[str, tuple[str, float, str]] = {
@@ -224,6 +245,7 @@ KEYS: tuple[Key, ...] = (
         "Whether what a prompt has computed stays on its prefill rank, for later ones that begin alike. Off with"
         " replay_rows.",
     ),
+    *_hand_back_keys(),
     Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
     Key(
         "slo.ttft_p90",

@@ -21,6 +21,7 @@ from typing import Any
 from engine.config import (
     DRAFT_TOKENS,
     EXPERT_KEYS,
+    HAND_BACK_KEYS,
     HTTP_KEYS,
     NANO,
     NO_KEYS,
@@ -29,6 +30,7 @@ from engine.config import (
     ClusterConfig,
     DraftConfig,
     ExpertsConfig,
+    HandBackConfig,
     HttpConfig,
     Limits,
     PoolConfig,
@@ -294,6 +296,7 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         http=_derive_http(values),
         draft=DraftConfig(values["draft.tokens"], values["draft.max_rows"], values["draft.acceptance"]),
         prefix_cache=values["prefix_cache.enabled"],
+        hand_back=HandBackConfig(**{name: values[key] for key, name in HAND_BACK_KEYS.items()}),
     )
     return Resolved(config, origins)
 

@@ -410,6 +410,34 @@ class PrefixCounts(Message, frozen=True):
     evicted_pages: U53 = 0
 
 
+DeclineReason = Literal["gone", "known", "full", "draining"]
+"""Why a turn is not taken back: its prompt's cut is not there (any more); the cut is there already; no room within the
+share of hand-backs; the rank drains."""
+
+
+class TurnCounts(Message, frozen=True):
+    """What became of finished turns, in turns but for the last two. Of a decode rank: offered, withdrawn, declined and
+    failed; of a prefill rank: all others."""
+
+    offered: U53 = 0
+    withdrawn: U53 = 0
+    """A request needed the memory, the offer found no answer in time, or its link was lost."""
+    declined: U53 = 0
+    """By the prefill rank, as the decode rank heard it."""
+    failed: U53 = 0
+    """Granted, and not committed by the decode rank."""
+    granted: U53 = 0
+    gone: U53 = 0
+    """Declined for this reason; so the next three."""
+    known: U53 = 0
+    full: U53 = 0
+    draining: U53 = 0
+    kept: U53 = 0
+    """Entered into the cache."""
+    kept_pages: U53 = 0
+    kept_bytes: U53 = 0
+
+
 class ForgetPrompts(Message, frozen=True):
     """Head to a prefill rank: give up what the prefix cache keeps, but for what prompts use now."""
 
@@ -459,6 +487,8 @@ class RankSnapshot(Message, frozen=True):
     slabs_cached: U31 = 0
     prefix: PrefixCounts = PrefixCounts()
     """Prefill rank: of this life."""
+    turns: TurnCounts = TurnCounts()
+    """Of this life."""
 
     @property
     def pages_available(self) -> int:
@@ -467,8 +497,8 @@ class RankSnapshot(Message, frozen=True):
 
 
 class WriterOverdue(Message, frozen=True):
-    """Decode rank to head: what this prefill process was granted stays in quarantine, and the memory is needed. Only
-    its death frees it."""
+    """What this process of the other role was granted stays in quarantine, or a push to it does not end, and the memory
+    is needed. Only its death frees it."""
 
     rank: U31
     generation: U31
@@ -486,6 +516,9 @@ class PeerHello(Message, frozen=True):
     generation: U31
     layout_digest: Name
     """Same record format, page size, ring sizes: else the decode rank answers with an error and closes."""
+    num_pages: U31 = 0
+    """Of its block table, as in PeerWelcome, where it takes turns back; else 0."""
+    num_slabs: U31 = 0
 
 
 class PeerWelcome(Message, frozen=True):
@@ -500,12 +533,13 @@ class PeerWelcome(Message, frozen=True):
 
 
 class PagesGranted(Message, frozen=True):
-    """Decode to prefill: these pages may be written until EpochEnded. Blob: int32[num_pages] page ids in order."""
+    """Decode to prefill: these pages may be written until EpochEnded. Blob: int32[num_pages] page ids in order. For a
+    turn that was offered, the same from prefill to decode; so EpochEnded and GrantRevoked."""
 
     request: U53
     attempt: U31
     epoch: U53
-    """Unique per decode rank life; never reused."""
+    """Unique in the granting rank's life; never reused."""
     slab: U31
     num_pages: U31
 
@@ -561,6 +595,39 @@ class GrantRevoked(Message, frozen=True):
 
     request: U53
     epoch: U53
+
+
+class TurnOffered(Message, frozen=True):
+    """Decode to prefill: a request that you had prefilled has finished, and here are the pages behind its prompt and
+    its slab. Answered by PagesGranted, as a hand-off is opened in the other direction, or by TurnDeclined; it may be
+    withdrawn meanwhile. Blob: int32 ids, all tokens of this attempt."""
+
+    request: U53
+    attempt: U31
+    num_ids: U31
+    """Ids of prompt and completion whose state is complete: all but the last token."""
+    num_pages: U31
+    """From the page on that the first id behind the prompt is in."""
+
+
+class TurnDeclined(Message, frozen=True):
+    """Prefill to decode: keep nothing for this offer."""
+
+    request: U53
+    attempt: U31
+    reason: DeclineReason
+
+
+class TurnCommitted(Message, frozen=True):
+    """Decode to prefill: all pages of the grant and the slab are written. Also ends the epoch."""
+
+    request: U53
+    epoch: U53
+    num_ids: U31
+    num_pages: U31
+    num_bytes: U53
+    checksum: Crc32 | None = None
+    """With `checksum_pushes`: as in PagesPushed, over all of it."""
 
 
 # ---------------------------------------------------------------- groups and their experts: head <-> rank
@@ -818,6 +885,8 @@ class StatusReport(Message, frozen=True):
     """Of all lives of all decode ranks."""
     prefix: PrefixCounts = PrefixCounts()
     """Of all lives of all prefill ranks."""
+    turns: TurnCounts = TurnCounts()
+    """Of all lives of all ranks."""
 
 
 class Shutdown(Message, frozen=True):
@@ -1254,6 +1323,9 @@ KIND_TO_MESSAGE: dict[int, type[Message]] = {
     44: PrefillCommitted,
     45: EpochEnded,
     46: GrantRevoked,
+    47: TurnOffered,
+    48: TurnDeclined,
+    49: TurnCommitted,
     60: AskStatus,
     61: StatusReport,
     62: Shutdown,
@@ -1328,9 +1400,14 @@ RANK_FROM_HEAD: frozenset[type[Message]] = frozenset(
     }
 )
 DECODE_FROM_PREFILL: frozenset[type[Message]] = frozenset(
-    {PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded}
+    {
+        *(PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded),
+        *(PagesGranted, GrantRevoked, TurnDeclined),
+    }
 )
-PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset({PeerWelcome, PagesGranted, GrantRevoked, Refused})
+PREFILL_FROM_DECODE: frozenset[type[Message]] = frozenset(
+    {PeerWelcome, PagesGranted, GrantRevoked, Refused, TurnOffered, TurnCommitted, EpochEnded}
+)
 HEAD_FROM_OPERATOR: frozenset[type[Message]] = frozenset(
     {
         *(AskStatus, AskExperts, AskTraffic, AskRequests, AskHeat, AskLinks, WatchEvents),

@@ -56,6 +56,7 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.LogprobsEmitted: 8 << 20,
     messages.PromptScored: 4 << 20,
     messages.PagesGranted: 1 << 20,
+    messages.TurnOffered: IDS_LIMIT,
     messages.PeerHello: 64 << 10,
     messages.PeerWelcome: 64 << 10,
     messages.RankReady: 64 << 10,
@@ -68,7 +69,7 @@ BLOB_LIMITS: dict[type[Message], int] = {
     messages.HeatReport: 16 << 20,
 }
 """Blob bytes by message; a message that is not here has no blob."""
-_INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill, messages.ReservePages})
+_INT32_BLOBS = frozenset({messages.Submit, messages.StartPrefill, messages.ReservePages, messages.TurnOffered})
 _BLOB_BYTES: dict[type[Message], Callable[[Any], int]] = {
     messages.TokensEmitted: lambda m: 20 * m.num_rows + 4 * m.num_tokens,
     messages.LogprobsEmitted: lambda m: 28 * m.num_rows + 8 * m.num_tops,

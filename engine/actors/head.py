@@ -149,6 +149,7 @@ async def run_head(ports: HeadPorts, config: ClusterConfig, *, ready_within_s: f
             waiting_limit=limits.queue_requests,
             drafted=supervisor.drafted(),
             prefix=supervisor.prefix(),
+            turns=supervisor.turns(),
         )
 
     def shutdown(message: Shutdown, user: str) -> int:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import trio
 
 from engine.actors.bell import Bell
-from engine.core.effects import StartCopy
+from engine.core.effects import PushFailure, StartCopy
 from engine.core.plan import StepResult
-from engine.core.prefill import PushFailure
 from engine.core.request import RequestKey
 from engine.errors import DeviceError, GroupBroken
 from transport.fabric import TransferReport

@@ -22,14 +22,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Link:
-    """A greeted pair stream. `target`, `remote_pages` and `rank`, the decode rank's, are the prefill side's; `pushes`
-    counts running transfers."""
+    """A greeted pair stream, and the life at its other end. `target` is a prefill rank's: a decode rank has the targets
+    of its turns in `pair.Callers`. `remote_pages`: where slabs begin in the peer's block table; `pushes` counts running
+    transfers."""
 
     frames: FrameStream
     scope: trio.CancelScope
     target: Target | None = None
     remote_pages: int = 0
     rank: int = -1
+    generation: int = 0
     pushes: int = 0
     quiet: trio.lowlevel.ParkingLot = dataclasses.field(default_factory=trio.lowlevel.ParkingLot)
 

@@ -18,7 +18,7 @@ from engine.actors.links import Link, Links
 from engine.errors import EngineError, FabricError, PeerGone, RemoteProtocolError
 from engine.log import log_event
 from engine.ports import DeviceInfo
-from transport.fabric import Fabric
+from transport.fabric import Fabric, Target
 from transport.messages import (
     DECODE_FROM_PREFILL,
     PREFILL_FROM_DECODE,
@@ -42,15 +42,21 @@ DIAL_PAUSE_MAX_S = 1.0
 FORGET_S = 1.0
 SEVER_S = 10.0
 """Bounds of the fabric's own clean-up after a peer."""
+CONNECT_S = 10.0
+"""For a prefill rank's fabric to answer."""
 
 
 class Callers:
-    """Decode rank: the prefill processes that greeted it, and which of them are dead."""
+    """The processes at the other ends of pair streams that may write here, and which of them are dead: those that
+    greeted a decode rank, and those that a prefill rank takes turns back from. A decode rank has the targets of its
+    turns here: they outlive links, so that a write which runs never keeps a new link waiting."""
 
     def __init__(self) -> None:
         self.fabric: Fabric | None = None
         self._life_to_description: dict[tuple[int, int], bytes] = {}
+        self._life_to_target: dict[tuple[int, int], Target] = {}
         self._rank_to_dead: dict[int, int] = {}
+        self._turn = trio.Lock()
 
     def admit(self, rank: int, generation: int, description: bytes) -> bool:
         """False for a process that is dead: its greeting was still under way."""
@@ -59,32 +65,62 @@ class Callers:
         self._life_to_description[(rank, generation)] = description
         return True
 
+    async def connect(self, rank: int, generation: int) -> Target:
+        """The target of a process that has greeted, connected when it is first asked for.
+
+        Raises:
+            FabricError: it is dead, or does not answer.
+        """
+        life = (rank, generation)
+        async with self._turn:
+            target = self._life_to_target.get(life)
+            if target is not None:
+                return target
+            description = self._life_to_description.get(life)
+            if description is None or self.fabric is None:
+                raise FabricError(f"life {generation} of rank {rank} is over")
+            try:
+                with trio.fail_after(CONNECT_S):
+                    target = await self.fabric.connect(description)
+            except trio.TooSlowError:
+                raise FabricError(f"rank {rank} is not connected within {CONNECT_S:g} s") from None
+            if life not in self._life_to_description:
+                await self.fabric.forget(target)
+                raise FabricError(f"life {generation} of rank {rank} is over")
+            self._life_to_target[life] = target
+            return target
+
     async def bury(self, down: PeerUp | PeerDown) -> None:
-        """Makes sure that nothing of a dead process lands in this rank's memory any more.
+        """Makes sure that nothing of a dead process lands in this rank's memory any more, and ends the waiting for what
+        was sent to it.
 
         Raises:
             FabricError: that can not be made sure, so nothing may be used again here: the end of this rank.
         """
         self._rank_to_dead[down.rank] = max(down.generation, self._rank_to_dead.get(down.rank, 0))
         for life in [life for life in self._life_to_description if life[0] == down.rank and life[1] <= down.generation]:
-            description = self._life_to_description.pop(life)
+            description, target = self._life_to_description.pop(life), self._life_to_target.pop(life, None)
             if self.fabric is not None:
                 try:
                     with trio.fail_after(SEVER_S):
                         await self.fabric.sever(description)
+                        if target is not None:
+                            await self.fabric.forget(target)
                 except trio.TooSlowError:
-                    raise FabricError(f"prefill rank {down.rank} not severed within {SEVER_S:g} s") from None
+                    raise FabricError(f"rank {down.rank} not severed within {SEVER_S:g} s") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairSettings:
-    """Who we are to our peers, and the limits of a pair stream."""
+    """Who we are to our peers, and the limits of a pair stream. `takes_turns`: decode ranks push them to us, if we are
+    a prefill rank."""
 
     rank: int
     generation: int
     info: DeviceInfo
     out_limit_bytes: int
     stall_s: float
+    takes_turns: bool = False
 
 
 async def serve_pairs(
@@ -121,7 +157,7 @@ async def serve_pairs(
                     num_slabs=info.num_slabs,
                 )
                 frames.post(welcome, fabric.describe())
-                return Link(frames, scope)
+                return Link(frames, scope, None, hello.num_pages, hello.rank, hello.generation)
 
             try:
                 await _talk(frames, accept, settings, inbox, links)
@@ -135,6 +171,7 @@ async def run_dialler(
     orders: trio.MemoryReceiveChannel[PeerUp | PeerDown],
     dial: Callable[[str], Awaitable[trio.abc.Stream]],
     fabric: Fabric,
+    callers: Callers,
     settings: PairSettings,
     inbox: Inbox,
     links: Links,
@@ -146,7 +183,7 @@ async def run_dialler(
         with scope:
             failures, why = 0, ""
             while failures < DIAL_TRIES:
-                welcomed, why = await _dial_once(up, dial, fabric, settings, inbox, links)
+                welcomed, why = await _dial_once(up, dial, fabric, callers, settings, inbox, links)
                 failures = 0 if welcomed else failures + 1
                 await trio.sleep(min(DIAL_PAUSE_S * 2**failures, DIAL_PAUSE_MAX_S))
             log_event(logger, "warning", "link.unreachable", rank=up.rank, address=up.address, tries=failures, msg=why)
@@ -168,6 +205,7 @@ async def _dial_once(
     up: PeerUp,
     dial: Callable[[str], Awaitable[trio.abc.Stream]],
     fabric: Fabric,
+    callers: Callers,
     settings: PairSettings,
     inbox: Inbox,
     links: Links,
@@ -188,8 +226,10 @@ async def _dial_once(
         if why is not None or (welcome.rank, welcome.generation) != (up.rank, up.generation):
             answers = f"rank {welcome.rank}, life {welcome.generation} answers at {up.address}"
             raise RemoteProtocolError(why or answers)
+        if settings.takes_turns and not callers.admit(welcome.rank, welcome.generation, bytes(frame.blob)):
+            raise RemoteProtocolError(f"life {welcome.generation} of rank {welcome.rank} is over")
         target = await fabric.connect(bytes(frame.blob))
-        greeted = Link(frames, scope, target, welcome.num_pages, up.rank)
+        greeted = Link(frames, scope, target, welcome.num_pages, up.rank, up.generation)
         return greeted
 
     try:
@@ -197,7 +237,9 @@ async def _dial_once(
             with trio.fail_after(settings.stall_s):
                 stream = await dial(up.address)
             async with _frame(stream, PREFILL_FROM_DECODE, settings, f"decode rank {up.rank}") as frames:
-                hello = PeerHello(PROTOCOL_VERSION, settings.rank, settings.generation, settings.info.layout_digest)
+                info = settings.info
+                table = (info.num_pages, info.num_slabs) if settings.takes_turns else (0, 0)
+                hello = PeerHello(PROTOCOL_VERSION, settings.rank, settings.generation, info.layout_digest, *table)
                 frames.post(hello, fabric.describe())
                 await _talk(frames, accept, settings, inbox, links)
         except (OSError, trio.TooSlowError, EngineError) as error:

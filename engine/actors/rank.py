@@ -27,7 +27,7 @@ from engine.core.effects import ReadBack, StartCopy, StartPush
 from engine.core.experts import ExpertSide
 from engine.core.prefill import PrefillSide
 from engine.core.pushes import PushMeter
-from engine.core.schedule import SideSizes, StepLimits
+from engine.core.schedule import HandBack, SideSizes, StepLimits
 from engine.core.switch import COPIES_RUNNING
 from engine.core.telemetry import Meters
 from engine.errors import ConfigError, EngineError, PeerGone
@@ -87,7 +87,9 @@ async def run_rank(ports: RankPorts, identity: RankIdentity) -> None:
             async def tell_pairs(message: PeerUp | PeerDown) -> None:
                 if isinstance(message, PeerDown):
                     await members.bury(message)
-                await (send_order.send if config.role == "prefill" else callers.bury)(message)
+                    await callers.bury(message)
+                if config.role == "prefill":
+                    await send_order.send(message)
 
             async def listen() -> None:
                 nonlocal failure
@@ -169,36 +171,44 @@ async def _run_side(
 ) -> None:
     info, limits = device.info, identity.config.limits
     sizes = _sizes(identity, info)
-    settings = PairSettings(identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s)
+    takes_turns = sizes.hand_back is not None
+    settings = PairSettings(
+        identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s, takes_turns
+    )
+    callers.fabric = fabric
     links, meters, pushed = Links(), Meters(), PushMeter()
     side: Side
     # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
     send_push, pushes = trio.open_memory_channel[StartPush](info.num_pages)
     # What is read back holds its slab until it was read.
     send_reading, readings = trio.open_memory_channel[ReadBack](info.num_slabs)
+
+    async def push() -> None:
+        await run_push(
+            pushes,
+            fabric,
+            links,
+            inbox,
+            pushed,
+            num_pages=info.num_pages,
+            transfer_s=limits.transfer_s,
+            reader=device if sizes.checksums else None,
+            connect=callers.connect if identity.config.role == "decode" else None,
+        )
+
     async with trio.open_nursery() as nursery:
         if identity.config.role == "prefill":
             side = PrefillSide(sizes)
-            nursery.start_soon(run_dialler, orders, ports.dial, fabric, settings, inbox, links)
-
-            async def push() -> None:
-                await run_push(
-                    pushes,
-                    fabric,
-                    links,
-                    inbox,
-                    pushed,
-                    num_pages=info.num_pages,
-                    transfer_s=limits.transfer_s,
-                    reader=device if sizes.checksums else None,
-                )
-
+            nursery.start_soon(run_dialler, orders, ports.dial, fabric, callers, settings, inbox, links)
             nursery.start_soon(push)
+            if takes_turns and sizes.checksums:
+                nursery.start_soon(run_verify, readings, device, inbox)
         else:
             if ports.peer_listener is None:
                 raise ConfigError(f"decode rank {identity.rank} has no listener for prefill ranks")
             side = DecodeSide(sizes)
-            callers.fabric = fabric
+            if takes_turns:
+                nursery.start_soon(push)
             nursery.start_soon(run_verify, readings, device, inbox)
             nursery.start_soon(serve_pairs, ports.peer_listener, fabric, callers, settings, inbox, links)
 
@@ -274,7 +284,8 @@ def _open_group(
 
 
 def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
-    limits, draft = identity.config.limits, identity.config.draft
+    limits, draft, back = identity.config.limits, identity.config.draft, identity.config.hand_back
+    hands_back = back.enabled and identity.config.prefix_cache
     if limits.prefill_chunk_tokens < info.page_tokens or limits.prefill_chunk_tokens % info.page_tokens:
         raise ConfigError(
             f"prefill_chunk_tokens {limits.prefill_chunk_tokens} is not a whole number of pages "
@@ -303,6 +314,7 @@ def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
         checksums=identity.config.checksum_pushes,
         prefix_cache=identity.config.prefix_cache,
         why_no_grammar=info.why_no_grammar,
+        hand_back=HandBack(back.tokens, back.share, int(back.wait_s * 1e6)) if hands_back else None,
     )
 
 

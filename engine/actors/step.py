@@ -35,10 +35,10 @@ from engine.actors.intake import (
 )
 from engine.actors.links import Links
 from engine.actors.lockstep import Lockstep
-from engine.core.decode import DecodeSide
-from engine.core.effects import DropLink, Effect, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
+from engine.core.effects import DropLink, Effect, PushFailure, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
 from engine.core.plan import StepPlan, StepResult
 from engine.core.prefill import PrefillSide
+from engine.core.request import RequestKey
 from engine.core.telemetry import Gauges, Meters
 from engine.errors import DeviceError, GroupBroken, LocalProtocolError, Overflow, PeerGone, RemoteProtocolError
 from engine.log import log_event
@@ -63,6 +63,11 @@ class Side(Protocol):
     def on_link_up(self, link: int, greeting: Message, now_us: int, /) -> None: ...
     def on_link_lost(self, link: int) -> None: ...
     def on_peer(self, link: int, message: Message, blob: memoryview, now_us: int) -> None: ...
+    def on_push_done(
+        self, key: RequestKey, first: int, count: int, num_bytes: int, post_us: int, now_us: int, checksum: int | None
+    ) -> None: ...
+    def on_push_failed(self, key: RequestKey, why: str, how: PushFailure) -> None: ...
+    def on_pages_read(self, key: RequestKey, checksums: tuple[int, ...], now_us: int, /) -> None: ...
     def fail_all(self, code: FailureCode, why: str) -> None: ...
     def settle(self, now_us: int) -> None: ...
     def plan(self, now_us: int) -> StepPlan | None: ...
@@ -281,12 +286,15 @@ def _foresee(device: Device, message: Message) -> None:
 
 def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
     match fact:
-        case Unreachable() | PushDone() | PushFailed():
-            assert isinstance(side, PrefillSide), f"{type(fact).__name__} on a rank that pushes nothing"
-            _handle_push(side, fact, now_us)
+        case PushDone(key, first, count, report, checksum):
+            side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us, checksum)
+        case PushFailed(key, why, how):
+            side.on_push_failed(key, why, how)
         case PagesRead(key, checksums):
-            assert isinstance(side, DecodeSide), "PagesRead on a rank that nobody pushes to"
-            side.on_pages_read(key, checksums)
+            side.on_pages_read(key, checksums, now_us)
+        case Unreachable(rank, why):
+            assert isinstance(side, PrefillSide), "Unreachable on a rank that dials nobody"
+            side.on_unreachable(rank, why)
         case HeadFrame(message, blob):
             side.on_head(message, blob, now_us)
         case PeerFrame(link, message, blob):
@@ -302,16 +310,6 @@ def _handle(side: Side, fact: Fact, links: Links, now_us: int) -> None:
             side.on_link_lost(link)
         case _:
             raise LocalProtocolError(f"{type(fact).__name__} is not for a side")
-
-
-def _handle_push(side: PrefillSide, fact: Unreachable | PushDone | PushFailed, now_us: int) -> None:
-    match fact:
-        case Unreachable(rank, why):
-            side.on_unreachable(rank, why)
-        case PushDone(key, first, count, report, checksum):
-            side.on_push_done(key, first, count, report.num_bytes, report.post_us, now_us, checksum)
-        case PushFailed(key, why, how):
-            side.on_push_failed(key, why, how)
 
 
 def _carry_out(

@@ -20,7 +20,9 @@ import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
 import trio
 
 from engine.actors.balancer import Balancer
@@ -51,12 +53,14 @@ from transport.messages import (
     RankStatus,
     Role,
     TokensEmitted,
+    TurnCounts,
     WriterOverdue,
 )
 from transport.stream import FrameStream, run_link
 from transport.wire import Frame
 
 logger = logging.getLogger("engine.supervisor")
+_Counts = TypeVar("_Counts", PrefixCounts, TurnCounts)
 
 FLUSH_S = 0.5
 """From a process's end to the end of what it had written; more only if somebody else holds its socket."""
@@ -116,6 +120,7 @@ class Supervisor:
         self._drains = Drains(roles)
         self._drafted_before = DraftCounts()
         self._prefix_before = PrefixCounts()
+        self._turns_before = TurnCounts()
         self._stopping = False
         self._stopped = trio.Event()
         self.became_ready = trio.Event()
@@ -168,7 +173,12 @@ class Supervisor:
     def prefix(self) -> PrefixCounts:
         """What prefix caches did, of all lives of all ranks."""
         present = (row.snapshot.prefix for row in self._rows.values() if row.snapshot is not None)
-        return _add_prefix_counts((self._prefix_before, *present))
+        return _add_fields(PrefixCounts, (self._prefix_before, *present))
+
+    def turns(self) -> TurnCounts:
+        """What became of finished turns, of all lives of all ranks."""
+        present = (row.snapshot.turns for row in self._rows.values() if row.snapshot is not None)
+        return _add_fields(TurnCounts, (self._turns_before, *present))
 
     def links(self) -> tuple[LinksReport, bytes]:
         """What living prefill ranks have pushed to whom, as they last said it."""
@@ -289,7 +299,8 @@ class Supervisor:
         row.state, row.phase, row.why = "starting", "", None
         if row.snapshot is not None:
             self._drafted_before = add_counts((self._drafted_before, row.snapshot.drafted))
-            self._prefix_before = _add_prefix_counts((self._prefix_before, row.snapshot.prefix))
+            self._prefix_before = _add_fields(PrefixCounts, (self._prefix_before, row.snapshot.prefix))
+            self._turns_before = _add_fields(TurnCounts, (self._turns_before, row.snapshot.turns))
         row.snapshot = row.ready = row.process = row.progress = row.pairs = None
         row.scope = trio.CancelScope()
         row.phases = PhaseReport(row.rank, row.role)
@@ -494,17 +505,17 @@ class Supervisor:
             self.became_ready.set()
 
     def _end_writer(self, row: Row, message: WriterOverdue) -> None:
-        """Its word does not come, so its death must: nothing else frees what a decode rank granted it."""
+        """Its word does not come, so its death must: nothing else frees what a rank of the other role granted it."""
         writer = self._rows.get(message.rank)
         if writer is None or writer.role == row.role:
-            raise RemoteProtocolError(f"accuses rank {message.rank}, which is no prefill rank")
+            raise RemoteProtocolError(f"accuses rank {message.rank}, which writes nothing to it")
         if writer.generation == message.generation and not self._stopping:
-            writer.end(f"{message.pages} pages of decode rank {row.rank} are in quarantine until it is gone")
+            writer.end(f"{message.pages} pages of {row.role} rank {row.rank} are in quarantine until it is gone")
 
 
-def _add_prefix_counts(counts: Iterable[PrefixCounts]) -> PrefixCounts:
-    columns = zip(*((each.queried, each.hit, each.possible, each.evicted_pages) for each in counts), strict=True)
-    return PrefixCounts(*map(sum, columns))
+def _add_fields(kind: Callable[..., _Counts], counts: Iterable[_Counts]) -> _Counts:
+    """Counters of many ranks, field by field."""
+    return kind(*map(sum, zip(*map(msgspec.structs.astuple, counts), strict=True)))
 
 
 async def _finish_output(process: RankProcess, done: trio.Event) -> None:

@@ -19,8 +19,9 @@ import itertools
 import numpy as np
 
 from engine.core.arena import Arena, Holding
-from engine.core.effects import Effect, ReadBack, TellCorrupt, ToHead, ToPeer
+from engine.core.effects import Effect, PushFailure, ReadBack, TellCorrupt, ToHead, ToPeer
 from engine.core.fence import Fence
+from engine.core.giving import Giver
 from engine.core.handoff import DECODE, Action, DecodeEvent, DecodePhase
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
@@ -72,6 +73,7 @@ class PrefillLink:
     rank: int
     generation: int
     news_us: int
+    hello: PeerHello
 
 
 class DecodeSide:
@@ -80,7 +82,8 @@ class DecodeSide:
     def __init__(self, sizes: SideSizes) -> None:
         self.sizes = sizes
         self.arena = Arena(sizes.num_pages, sizes.num_slabs)
-        self.schedule = Schedule(running=Running(sizes.step.drafts, sizes.step.draft_rows))
+        remembers = sizes.hand_back is not None
+        self.schedule = Schedule(running=Running(sizes.step.drafts, sizes.step.draft_rows, remembers=remembers))
         self.draining = False
         self._fence = Fence(share=sizes.quarantine_share, cap_us=sizes.cap_us, room_us=sizes.room_us)
         self.sequences: dict[RequestKey, Sequence] = {}
@@ -99,6 +102,9 @@ class DecodeSide:
         self._prompts: list[Effect] = []
         self._step = 0
         self._outbox: list[Effect] = []
+        self.giver = Giver(sizes, self.arena, lambda effect: self._outbox.append(effect))
+        # Finished turns that no step names any more.
+        self._finished: list[Sequence] = []
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._corrupt_pushes = 0
@@ -120,6 +126,7 @@ class DecodeSide:
                 self._on_peer_down(message)
             case Drain():
                 self.draining = True
+                self.giver.withdraw_all()
             case _:
                 raise RemoteProtocolError(f"head sent {type(message).__name__} to a decode rank")
 
@@ -130,7 +137,7 @@ class DecodeSide:
         old = self._peers.link_to(rank)
         if old is not None:
             self.on_link_lost(old)
-        self._peers.add(link, PrefillLink(rank, generation, now_us))
+        self._peers.add(link, PrefillLink(rank, generation, now_us, hello))
         for sequence in list(self._epochs.values()):
             if sequence.reserve.prefill_rank == rank and sequence.prefill_generation == generation:
                 sequence.link = link
@@ -141,6 +148,7 @@ class DecodeSide:
         peer = self._peers.pop(link)
         if peer is None:
             return
+        self.giver.on_link_lost(link)
         why = f"decode rank {self.sizes.rank} lost its link to prefill rank {peer.rank}"
         for sequence in list(self._epochs.values()):
             if sequence.link == link:
@@ -182,10 +190,29 @@ class DecodeSide:
                     sequence = self._find_epoch(peer, message.epoch, message.request)
                     why = f"prefill rank {peer.rank} ended epoch {message.epoch} before it committed"
                     self._move(sequence, DecodeEvent.EPOCH_ENDED, code="transfer_failed", why=why)
+            case _ if self.giver.on_peer(link, peer.hello, message, blob):
+                pass
             case _:
                 raise RemoteProtocolError(f"prefill rank {peer.rank} sent {type(message).__name__}")
 
-    def on_pages_read(self, key: RequestKey, checksums: tuple[int, ...]) -> None:
+    def on_push_done(
+        self,
+        key: RequestKey,
+        first: int,
+        count: int,
+        num_bytes: int,
+        post_us: int,
+        now_us: int,
+        checksum: int | None = None,
+    ) -> None:
+        """A turn is written to its prefill rank."""
+        self.giver.on_push_done(key, num_bytes, checksum)
+
+    def on_push_failed(self, key: RequestKey, why: str, how: PushFailure) -> None:
+        """The write of a turn went wrong."""
+        self.giver.on_push_failed(key, how, is_dead=self._peers.is_dead)
+
+    def on_pages_read(self, key: RequestKey, checksums: tuple[int, ...], now_us: int = 0) -> None:
         """What was written for a request was read back; `checksums` pair up with what its pushes told."""
         sequence = self._reading.pop(key)
         if sequence.phase is not DecodePhase.CHECKING:
@@ -216,6 +243,9 @@ class DecodeSide:
 
     def settle(self, now_us: int) -> None:
         """Grants pages to the requests that wait for them, in order, as far as they go. Call before planning."""
+        for sequence in self._finished:
+            self._offer(sequence, now_us)
+        self._finished.clear()
         is_short = bool(self._waiting) and self._grant_waiting(now_us)
         if not self.arena.slabs.count(PageState.QUARANTINED):  # each quarantine has a slab
             if self._fence.is_on_guard:
@@ -240,8 +270,11 @@ class DecodeSide:
             if link is None or peer is None:
                 continue
             num_pages = self._num_pages(sequence)
+            while not self.arena.has_room(num_pages) and self.giver.withdraw_oldest():
+                pass
             if not self.arena.has_room(num_pages):
                 is_short = True
+                self.giver.accuse()
                 break
             sequence.pages, sequence.slab = self.arena.allocate(num_pages)
             sequence.link, sequence.prefill_generation = link, peer.generation
@@ -300,10 +333,13 @@ class DecodeSide:
         while self._deadlines and self._due_us(self._deadlines[0][2]) is None:
             heapq.heappop(self._deadlines)
         expiry_us, fence_us = self._deadlines[0][0] if self._deadlines else None, self._fence.next_us
-        return min(expiry_us, fence_us) if expiry_us and fence_us else expiry_us or fence_us
+        due_us = min(expiry_us, fence_us) if expiry_us and fence_us else expiry_us or fence_us
+        offer_us = self.giver.next_us
+        return min(due_us, offer_us) if due_us and offer_us else due_us or offer_us
 
     def expire(self, now_us: int) -> None:
         """Fails what waited too long. What it was granted stays in quarantine."""
+        self.giver.expire(now_us)
         while self._deadlines and self._deadlines[0][0] <= now_us:
             sequence = heapq.heappop(self._deadlines)[2]
             due_us = self._due_us(sequence)
@@ -324,7 +360,7 @@ class DecodeSide:
     @property
     def is_drained(self) -> bool:
         """Every request is answered and no step names memory; what is in quarantine ends with this process."""
-        if not self.draining or self._held:
+        if not self.draining or self._held or not self.giver.is_quiet:
             return False
         return all(sequence.phase is DecodePhase.QUARANTINED for sequence in self.sequences.values())
 
@@ -347,11 +383,13 @@ class DecodeSide:
             pushes_inflight=0,
             corrupt_pushes=self._corrupt_pushes,
             drafted=self.schedule.running.drafted,
+            turns=self.giver.counts(),
         )
 
     def check(self) -> None:
         """Raises LocalProtocolError unless all memory is accounted for, in the states that phases ask for."""
-        self.arena.check(_holding(sequence) for sequence in [*self.sequences.values(), *self._held.values()])
+        requests = [*self.sequences.values(), *self._held.values()]
+        self.arena.check(itertools.chain(map(_holding, requests), self.giver.holdings()))
 
     # ------------------------------------------------------------ inside
 
@@ -435,6 +473,7 @@ class DecodeSide:
         for sequence in list(self._epochs.values()):
             if sequence.reserve.prefill_rank == message.rank and sequence.prefill_generation <= message.generation:
                 self._move(sequence, DecodeEvent.PEER_DOWN, code="rank_lost", why=why)
+        self.giver.on_peer_down(message.rank, message.generation)
         if self._peers.link_to(message.rank) is None:
             for sequence in [s for s in self._waiting if s.reserve.prefill_rank == message.rank]:
                 self._move(sequence, DecodeEvent.PEER_DOWN, code="rank_lost", why=why)
@@ -466,7 +505,10 @@ class DecodeSide:
             if before is DecodePhase.WAITING:
                 self._waiting.remove(sequence)
             elif before is DecodePhase.RUNNING:
+                if event is DecodeEvent.FINISH and self.sizes.hand_back is not None:
+                    sequence.history = self.schedule.running.history_of(sequence)
                 self.schedule.running.leave(sequence)
+                sequence.is_offered = not self.draining and self.giver.is_worth(sequence)
             elif before in _WRITTEN and after is not DecodePhase.QUARANTINED:
                 del self._epochs[sequence.epoch]
             if after is DecodePhase.CLOSED:
@@ -580,8 +622,25 @@ class DecodeSide:
                 raise LocalProtocolError(f"request {sequence.key}: nothing to free in state {before.value}")
 
     def _release(self, sequence: Sequence) -> None:
+        """No step and no reading names its memory any more."""
+        if sequence.is_offered:
+            self._finished.append(sequence)
+            return
         del self._held[sequence.key]
         self.arena.free(sequence.pages, sequence.slab, PageState.IN_FLIGHT)
+
+    def _offer(self, sequence: Sequence, now_us: int) -> None:
+        """Offers a finished turn to its prefill rank, if nothing here needs its memory; else gives that back."""
+        link = self._peers.link_to(sequence.reserve.prefill_rank)
+        peer = None if link is None else self._peers.find(link)
+        is_taken = False
+        if link is not None and peer is not None and not self._waiting and not self.draining:
+            is_taken = self.giver.offer(sequence, link, peer.hello, now_us)
+        if is_taken:
+            del self._held[sequence.key]
+        else:
+            sequence.is_offered = False
+            self._release(sequence)
 
 
 _PHASE_TO_STATE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.core.group import Membership
 from engine.core.placement import Placement
@@ -27,11 +27,15 @@ class ToPeer(NamedTuple):
     blob: bytes = b""
 
 
+PushFailure = Literal["void", "overdue", "failed"]
+"""How a push went wrong: it was not started; it is late, and its end will be told; it failed, and may land yet."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPush:
-    """Write local blocks into a decode rank's blocks, then report with (key, first, count).
+    """Write local blocks into a peer's blocks, then report with (key, first, count).
 
-    `pages` and `remote_pages` pair up; `slabs` is (local, remote) for the last push of a prompt.
+    `pages` and `remote_pages` pair up; `slabs` is (local, remote) for the last push of a prompt, and for a turn's.
     """
 
     key: RequestKey

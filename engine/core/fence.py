@@ -10,18 +10,30 @@ quarantine, so that a rank which aborts much, and is answered, never accuses any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from engine.core.arena import Arena
-from engine.core.handoff import DecodePhase
 from engine.core.pages import PageState
-from engine.core.request import Sequence
 
 Writer = tuple[int, int]
 """Rank and generation."""
 
 
+class Lent(Protocol):
+    """Memory under an epoch. `quarantined_us`: when it was first seen in quarantine; 0 if it was not."""
+
+    quarantined_us: int
+
+    @property
+    def is_quarantined(self) -> bool: ...
+    @property
+    def writer(self) -> Writer: ...
+    @property
+    def num_pages(self) -> int: ...
+
+
 class Fence:
-    """Of one decode rank.
+    """Of one rank that grants memory: a decode rank's to prefill ranks, or a prefill rank's to decode ranks.
 
     Args:
         share: of all pages, or of all slabs, in quarantine: the cap.
@@ -49,7 +61,7 @@ class Fence:
     def look(
         self,
         arena: Arena,
-        epochs: Iterable[Sequence],
+        epochs: Iterable[Lent],
         *,
         is_short: bool,
         is_linked: Callable[[int], bool],
@@ -58,9 +70,9 @@ class Fence:
         """The writers to accuse now, each once, with the pages that they hold up.
 
         Args:
-            epochs: all sequences whose epoch is open.
+            epochs: all whose epoch is open.
             is_short: the first waiting request finds no room.
-            is_linked: whether a prefill rank has a pair stream.
+            is_linked: whether a rank has a pair stream.
         """
         self.next_us = None
         self.is_on_guard = True
@@ -72,17 +84,17 @@ class Fence:
         )
         patience_us = self._cap_us if is_capped else self._room_us
         writers: dict[Writer, int] = {}
-        for sequence in epochs:
-            if sequence.phase is not DecodePhase.QUARANTINED:
+        for lent in epochs:
+            if not lent.is_quarantined:
                 continue
-            sequence.quarantined_us = sequence.quarantined_us or now_us
-            writer = (sequence.reserve.prefill_rank, sequence.prefill_generation)
-            due_us = sequence.quarantined_us + patience_us
+            lent.quarantined_us = lent.quarantined_us or now_us
+            writer = lent.writer
+            due_us = lent.quarantined_us + patience_us
             is_needed = is_capped or is_short or not is_linked(writer[0])
             if not is_needed or writer in self._accused:
                 continue
             if due_us <= now_us:
-                writers[writer] = writers.get(writer, 0) + len(sequence.pages)
+                writers[writer] = writers.get(writer, 0) + lent.num_pages
             else:
                 self.next_us = due_us if self.next_us is None else min(self.next_us, due_us)
         self._accused.update(writers)

@@ -45,13 +45,19 @@ class Fingerprints:
             digests = self._recall((salt, conversation), ids)
         if not digests:
             digests = [hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()]
-        for at in range(size * (len(digests) - 1), whole, size):
-            running = hashlib.blake2b(digests[-1], digest_size=DIGEST_BYTES)
-            running.update(ids[at : at + size])
-            digests.append(running.digest())
+        digests = self.extend(digests, ids)
         if conversation:
             self._remember((salt, conversation), bytes(ids[:whole]), digests)
         return digests
+
+    def extend(self, digests: Sequence[bytes], ids: memoryview) -> list[bytes]:
+        """Those of `ids`, of which the first ones have `digests`. Nothing is remembered."""
+        size, longer = self._page_bytes, [*digests]
+        for at in range(size * (len(longer) - 1), len(ids) // size * size, size):
+            running = hashlib.blake2b(longer[-1], digest_size=DIGEST_BYTES)
+            running.update(ids[at : at + size])
+            longer.append(running.digest())
+        return longer
 
     def _recall(self, key: tuple[str, str], ids: memoryview) -> list[bytes]:
         """A copy of the digests that are remembered, if `ids` begins with their text. It is remembered no longer."""

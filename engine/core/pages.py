@@ -22,8 +22,8 @@ class PageState(enum.IntEnum):
     """What may happen to a unit of memory.
 
     FREE: nobody uses it. OWNED: this rank's device may read and write it. IN_FLIGHT: its request is over, but a
-    submitted step still names it. GRANTED: a peer may write it now. QUARANTINED: its request is over, but a peer may
-    still write it. CACHED: it belongs to the prefix cache, and is read only.
+    submitted step still names it, or it is handed back. GRANTED: a peer may write it now. QUARANTINED: its request is
+    over, but a peer may still write it. CACHED: it belongs to the prefix cache, and is read only.
     """
 
     FREE = 0

@@ -9,13 +9,13 @@ Order of service: a prompt computes once its ids, its grant and room for it are 
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from typing import Literal
 
 import numpy as np
 
 from engine.core.arena import Arena
-from engine.core.effects import DropLink, Effect, StartPush, ToHead, ToPeer
+from engine.core.effects import DropLink, Effect, PushFailure, StartPush, ToHead, ToPeer
 from engine.core.handoff import PREFILL, Action, PrefillEvent, PrefillPhase
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
@@ -24,6 +24,7 @@ from engine.core.request import Prompt, RequestKey, build_failure, count_pages, 
 from engine.core.reuse import PrefixCache
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
 from engine.core.scores import find_score, split_prompt
+from engine.core.taking import Taker
 from engine.core.telemetry import Gauges
 from engine.errors import LocalProtocolError, RemoteProtocolError
 from transport.messages import (
@@ -49,8 +50,6 @@ _OUTLIVING = (PrefillPhase.ORPHANED, PrefillPhase.TAINTED, PrefillPhase.BURNT)
 _OVER = (PrefillPhase.ENDING, PrefillPhase.ORPHANED, PrefillPhase.TAINTED)
 _WAITING = (PrefillPhase.STARTED, PrefillPhase.QUEUED)
 
-PushFailure = Literal["void", "overdue", "failed"]
-"""How a push went wrong: it was not started; it is late, and its end will be told; it failed, and may land yet."""
 _FAILURE_TO_EVENT: dict[PushFailure, PrefillEvent] = {
     "void": PrefillEvent.PUSH_VOID,
     "overdue": PrefillEvent.PUSH_OVERDUE,
@@ -64,7 +63,12 @@ class PrefillSide:
     def __init__(self, sizes: SideSizes) -> None:
         self.sizes = sizes
         self.arena = Arena(sizes.num_pages, sizes.num_slabs)
-        self.cache = PrefixCache(self.arena, sizes.step.page_tokens, is_on=sizes.prefix_cache)
+        self.cache = PrefixCache(
+            self.arena,
+            sizes.step.page_tokens,
+            is_on=sizes.prefix_cache,
+            takes_turns=sizes.hand_back is not None,
+        )
         self.schedule = Schedule()
         self.draining = False
         self.prompts: dict[RequestKey, Prompt] = {}
@@ -74,6 +78,7 @@ class PrefillSide:
         self._unreachable: dict[int, str] = {}
         self._num_waiting = 0
         self._outbox: list[Effect] = []
+        self.taker = Taker(sizes, self.arena, self.cache, lambda effect: self._outbox.append(effect))
         self._prompt_tokens = 0
         self._pushed_bytes = 0
         self._pushes = 0
@@ -98,6 +103,7 @@ class PrefillSide:
             case PeerDown():
                 self._on_peer_down(message)
             case ForgetPrompts():
+                self.taker.give_way()
                 self.cache.give_up_all()
             case Drain():
                 self.draining = True
@@ -112,12 +118,14 @@ class PrefillSide:
             self.on_link_lost(old)
         self._unreachable.pop(welcome.rank, None)
         self._peers.add(link, welcome)
+        self.taker.on_link_up(link, welcome)
 
     def on_link_lost(self, link: int) -> None:
         """The pair stream ended. Unknown links were replaced or given up before."""
         peer = self._peers.pop(link)
         if peer is None:
             return
+        self.taker.on_link_lost(link)
         for prompt in list(self.prompts.values()):
             if prompt.link == link or (prompt.phase is PrefillPhase.STARTED and prompt.decode_rank == peer.rank):
                 self._lose(prompt)
@@ -146,6 +154,10 @@ class PrefillSide:
                     prompt.link = link
                 self._move(prompt, PrefillEvent.REVOKE)
                 self._end_if_quiet(prompt)
+            case _ if self.taker.on_peer(
+                link, peer, message, blob, now_us, is_busy=bool(self._queue), is_draining=self.draining
+            ):
+                pass
             case _:
                 raise RemoteProtocolError(f"decode rank {peer.rank} sent {type(message).__name__}")
 
@@ -191,6 +203,10 @@ class PrefillSide:
             self._outbox.append(DropLink(prompt.link, why))
         self._end_if_quiet(prompt)
 
+    def on_pages_read(self, key: RequestKey, checksums: tuple[int, ...], now_us: int) -> None:
+        """What was written for a turn was read back."""
+        self.taker.on_pages_read(key, checksums, now_us)
+
     def fail_all(self, code: FailureCode, why: str) -> None:
         """The rank gives up: every request that was not answered fails. Nothing may be called after this."""
         for prompt in self.prompts.values():
@@ -204,10 +220,14 @@ class PrefillSide:
         while self._queue:
             prompt = next(iter(self._queue.values()))
             if not self.cache.admit(prompt, now_us):
-                return
+                self.taker.give_way()
+                break
             del self._queue[prompt.key]
             self._move(prompt, PrefillEvent.ADMIT)
             self.schedule.prompts.append(prompt)
+        # While others compute, their memory comes by itself.
+        is_stuck = bool(self._queue) and all(p.phase is not PrefillPhase.WORKING for p in self.prompts.values())
+        self.taker.look(is_short=is_stuck, now_us=now_us)
 
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when no prompt has ids left to plan."""
@@ -248,11 +268,12 @@ class PrefillSide:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """None: a prefill rank's waits end by messages, transfers and links, each bounded where it is made."""
-        return None
+        """Of turns only: a prompt's waits end by messages, transfers and links, each bounded where it is made."""
+        return self.taker.next_us
 
     def expire(self, now_us: int) -> None:
-        """Nothing here has a deadline of its own."""
+        """Gives turns up that do not come."""
+        self.taker.expire(now_us)
 
     @property
     def is_drained(self) -> bool:
@@ -262,14 +283,15 @@ class PrefillSide:
 
     def gauges(self) -> Gauges:
         pages = self.arena.pages
-        cached = pages.count(PageState.CACHED)
+        cached, granted = pages.count(PageState.CACHED), pages.count(PageState.GRANTED)
+        quarantined = pages.count(PageState.QUARANTINED)
         return Gauges(
             running=sum(p.phase is PrefillPhase.WORKING for p in self.prompts.values()),
             waiting=self._num_waiting,
             pages_free=pages.num_free,
-            pages_owned=pages.total - pages.num_free - cached,
-            pages_granted=0,
-            pages_quarantined=0,
+            pages_owned=pages.total - pages.num_free - cached - granted - quarantined,
+            pages_granted=granted,
+            pages_quarantined=quarantined,
             pages_total=pages.total,
             slabs_free=self.arena.slabs.num_free,
             prompt_tokens=self._prompt_tokens,
@@ -277,17 +299,18 @@ class PrefillSide:
             pushed_bytes=self._pushed_bytes,
             pushes=self._pushes,
             pushes_inflight=self._pushes_inflight,
-            corrupt_pushes=0,
+            corrupt_pushes=self.taker.num_corrupt,
             pages_cached=cached,
             pages_pinned=self.cache.count_pinned_pages(),
             slabs_cached=self.cache.num_cuts,
             prefix=self.cache.counts(),
+            turns=self.taker.counts(),
         )
 
     def check(self) -> None:
         """Raises LocalProtocolError unless all memory is accounted for. Costs O(pages)."""
         prompts = list(self.prompts.values())
-        self.arena.check(self.cache.holdings(prompts))
+        self.arena.check(itertools.chain(self.cache.holdings(prompts), self.taker.holdings()))
         self.cache.check(prompts)
 
     # ------------------------------------------------------------ inside
@@ -358,6 +381,7 @@ class PrefillSide:
             is_dead = prompt.decode_rank == message.rank and prompt.decode_generation <= message.generation
             if is_dead and prompt.phase in _OUTLIVING:
                 self._move(prompt, PrefillEvent.PEER_DOWN)
+        self.taker.on_peer_down(message.rank, message.generation)
 
     def _lose_started(self, rank: int) -> None:
         for prompt in list(self.prompts.values()):

@@ -40,6 +40,7 @@ class Cut:
         tail: the ids from there on, as bytes; empty at a page's end.
         pins: prompts that use it.
         hits: prompts that went on from it.
+        is_turn: it is at the end of a turn that was handed back. is_passed: at the end of such a turn's prompt.
     """
 
     parent: Cut | None
@@ -53,6 +54,8 @@ class Cut:
     pins: int = 0
     hits: int = 0
     score: float = 0.0
+    is_turn: bool = False
+    is_passed: bool = False
 
 
 class PrefixTree:
@@ -129,6 +132,10 @@ class PrefixTree:
             high, low = max(cut.score, one), min(cut.score, one)
             self._rank(cut, high + math.log2(1 + 2 ** (low - high)))
 
+    def demote(self, cut: Cut) -> None:
+        """It is worth a use less."""
+        self._rank(cut, cut.score - 1.0)
+
     def insert(
         self, digests: Sequence[bytes], ids: memoryview, position: int, slab: int, pages: Sequence[int], now_us: int
     ) -> range | None:
@@ -151,7 +158,7 @@ class PrefixTree:
             self._page_to_place.update(dict.fromkeys(path, leaf))
             self.num_pages += len(leaf.pages)
             cut = leaf
-        cut.slab, cut.hits = slab, 0
+        cut.slab, cut.hits, cut.is_turn, cut.is_passed = slab, 0, False, False
         self._tails.setdefault(cut.end, {})[tail] = cut
         self.num_cuts += 1
         self._rank(cut, now_us / self._half_life_us)

@@ -114,6 +114,9 @@ class Sequence:
         next_token: the last token when it began to run.
         said: with a grammar: ids of its completion when it began to run, int32 each. Until then those of earlier
             attempts.
+        history: once it has finished, and where turns are handed back: all tokens of this attempt, int32 each.
+        beyond: tokens behind its end with which its device went on.
+        is_offered: once its memory is free of steps, the turn may be offered.
     """
 
     key: RequestKey
@@ -142,6 +145,9 @@ class Sequence:
     commit: PrefillCommitted | None = None
     committed_us: int = 0
     handoff_us: int = 0
+    history: bytes = b""
+    beyond: int = 0
+    is_offered: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -151,6 +157,19 @@ class Sequence:
     @property
     def sort_key(self) -> tuple[int, int]:
         return (self.reserve.priority, self.order)
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self.phase is DecodePhase.QUARANTINED
+
+    @property
+    def writer(self) -> tuple[int, int]:
+        """Rank and generation of the process that its memory is granted to."""
+        return self.reserve.prefill_rank, self.prefill_generation
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
 
 
 def completion_limit(num_ids: int, generated: int, max_tokens: int, max_model_tokens: int) -> int:

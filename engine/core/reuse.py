@@ -4,12 +4,15 @@ A prompt that begins as an earlier one did goes on from the deepest cut of it: t
 and its open page are copied by the device. Each prompt leaves a cut at its end. One that agrees with cached pages well
 beyond its cut leaves a *branch cut* where they part, so that what many prompts begin with is found from the third on.
 
+A turn that a decode rank hands back goes on from the cut at its prompt's end, and becomes a cut at its own.
+
 Nothing waits for the cache or fails by it: free memory is used first, then cuts are given up as far as one prompt
 needs, its own among them; and slabs that are to keep a state are given back where a prompt has none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from engine.core.arena import Arena, Holding
@@ -17,12 +20,38 @@ from engine.core.fingerprint import Fingerprints, SeenPages
 from engine.core.pages import PageState
 from engine.core.plan import Base
 from engine.core.prefix import Cut, PrefixTree
+from engine.core.recall import Recall, Told
 from engine.core.request import Prompt, RequestKey, count_pages
+from engine.core.runs import Runs
 from engine.errors import LocalProtocolError
-from transport.messages import PrefixCounts
+from transport.messages import DeclineReason, PrefixCounts
 
 BRANCH_PAGES = 2
 """A branch cut spares later prompts at least so many pages."""
+TRUST_TURNS = 8
+"""So many prompts that could go on from a turn's end change the mind about whether they do."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Turn:
+    """A finished turn that is to become a cut, with memory for what lies behind its prompt.
+
+    Attributes:
+        ids: of prompt and completion, but for the last token, as bytes; digests: of them.
+        first: the page that the first id behind the prompt is in, counted from 0; `pages` are those from there on.
+        cut: at the prompt's end or behind it, pinned; None once it is let go.
+    """
+
+    ids: memoryview
+    digests: list[bytes]
+    first: int
+    pages: Runs
+    slab: int
+    cut: Cut | None
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids) // 4
 
 
 class PrefixCache:
@@ -31,15 +60,19 @@ class PrefixCache:
     Args:
         arena: borrowed; all memory of prompts and of the cache is in it.
         is_on: else prompts get memory and nothing stays.
+        takes_turns: prompts are remembered for the turns that go on from them.
     """
 
-    def __init__(self, arena: Arena, page_tokens: int, *, is_on: bool) -> None:
+    def __init__(self, arena: Arena, page_tokens: int, *, is_on: bool, takes_turns: bool = False) -> None:
         self._arena = arena
         self._page_tokens = page_tokens
         self._is_on = is_on
         self._tree = PrefixTree(page_tokens)
         self._fingerprints = Fingerprints(page_tokens)
         self._seen = SeenPages()
+        self._takes_turns = takes_turns
+        self._trust = 1.0
+        self._recall = Recall()
         self._keeping: dict[RequestKey, Prompt] = {}
         self._queried = self._hit = self._possible = self._evicted_pages = 0
 
@@ -66,6 +99,8 @@ class PrefixCache:
             self._allocate(prompt, num_pages)
         if prompt.cut is not None:
             self._tree.use(prompt.cut, now_us)
+            if prompt.cut.is_turn or prompt.cut.is_passed:
+                self._trust += (prompt.cut.is_turn - self._trust) / TRUST_TURNS
         branch = min(known, (prompt.num_ids - 1) // self._page_tokens) * self._page_tokens
         if branch - prompt.cached >= BRANCH_PAGES * self._page_tokens:
             prompt.branch = branch
@@ -111,6 +146,8 @@ class PrefixCache:
                 kept.update(taken)
         if self._is_on:
             self._seen.add(prompt.digests)
+        if self._takes_turns and prompt.num_ids in prompt.keeps:
+            self._recall.add(prompt.key, Told(bytes(prompt.ids), prompt.digests))
         self._free(prompt, [prompt.pages[at] for at in range(first, len(prompt.pages)) if at not in kept])
 
     def give_back(self, prompt: Prompt) -> None:
@@ -122,6 +159,76 @@ class PrefixCache:
         """Everything that no prompt uses; what is used goes like all else, once room is wanted."""
         while (given_up := self._tree.evict(is_for_pages=False)) is not None:
             self._take_back(given_up)
+        self._recall.clear()
+
+    # ------------------------------------------------------------ a turn's way
+
+    def open_turn(self, key: RequestKey, said: memoryview) -> Turn | DeclineReason:
+        """Takes memory for a finished turn, owned; or why not.
+
+        Args:
+            key: of its request, whose prompt was computed here; it is recalled once.
+            said: ids that were generated, int32 each, at least two.
+        """
+        told = self._recall.take(key)
+        if told is None:
+            return "gone"
+        num_prompt = len(told.ids) // 4
+        ids = memoryview(told.ids + bytes(said[:-4]))
+        digests = self._fingerprints.extend(told.digests, ids)
+        self._seen.add(digests)
+        cut, _ = self._tree.find(digests, ids, len(ids) // 4)
+        if cut is None or cut.position < num_prompt:
+            return "gone"
+        if cut.position == len(ids) // 4:
+            return "known"
+        first, end = num_prompt // self._page_tokens, count_pages(len(ids) // 4, self._page_tokens)
+        # Another slab is left for the next prompt, as where states are kept.
+        spare = self._arena.slabs.num_free + self._tree.num_cuts - self._tree.num_pinned - (cut.pins == 0)
+        self._tree.pin(cut)
+        if spare < 2 or not self._make_room(end - first):
+            self._tree.unpin(cut)
+            return "full"
+        pages, slab = self._arena.allocate(end - first)
+        return Turn(ids, digests, first, pages, slab, cut)
+
+    def drop_turn(self, key: RequestKey) -> None:
+        """The turn of this request will not come."""
+        self._recall.take(key)
+
+    def keep_turn(self, turn: Turn, now_us: int) -> None:
+        """All of a turn is here, and owned: it becomes a cut."""
+        pages = (*[-1] * turn.first, *turn.pages)
+        taken = self._tree.insert(turn.digests, turn.ids, turn.num_ids, turn.slab, pages, now_us)
+        kept = range(0) if taken is None else taken
+        owned = [pages[at] for at in range(turn.first, len(pages)) if at not in kept]
+        self._arena.pages.free(owned, PageState.OWNED)
+        if taken is None:
+            self._arena.slabs.free((turn.slab,), PageState.OWNED)
+        else:
+            self._arena.cache(pages[kept.start : kept.stop], turn.slab)
+            self._choose(turn)
+        self.unpin_turn(turn)
+
+    def _choose(self, turn: Turn) -> None:
+        """Of the cuts at a turn's end and at its prompt's, the next turn goes on from one. The other one goes first,
+        where something has to: which it is, prompts have shown lately, since some clients leave out what was thought.
+        """
+        end, _ = self._tree.find(turn.digests, turn.ids, turn.num_ids)
+        assert end is not None and turn.cut is not None
+        end.is_turn, turn.cut.is_passed = True, True
+        self._tree.demote(turn.cut if self._trust >= 0.5 else end)
+
+    def close_turn(self, turn: Turn, state: PageState) -> None:
+        """A turn was given up, and nobody writes its memory any more, which is in `state`."""
+        self._arena.free(turn.pages, turn.slab, state)
+        self.unpin_turn(turn)
+
+    def unpin_turn(self, turn: Turn) -> None:
+        """A turn will not become a cut: the one before it may go."""
+        if turn.cut is not None:
+            self._tree.unpin(turn.cut)
+            turn.cut = None
 
     # ------------------------------------------------------------ what others ask
 

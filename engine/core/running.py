@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ from engine.errors import LocalProtocolError
 from transport.messages import FinishReason, Sampling
 
 _FIRST_SLOTS = 16
+MOST_HISTORY = 1 << 15
+"""Tokens of a completion that are remembered for its hand-back, at most: a longer one stays on its rank. What is so
+long is thought rather than said, and thoughts are not in the next prompt."""
 # As arrays: a number would be made one for each sum, which costs more than the sum.
 _ONE, _ONE_INT32 = np.array(1, np.int64), np.array(1, np.int32)
 
@@ -42,10 +46,15 @@ class Running:
     Args:
         drafts: drafts behind each row at most; 0 where nobody drafts.
         draft_rows: a step with more rows has none.
+        remembers: tokens of completions are there until these end, see `history_of`.
     """
 
-    def __init__(self, drafts: int = 0, draft_rows: int = 0) -> None:
+    def __init__(self, drafts: int = 0, draft_rows: int = 0, *, remembers: bool = False) -> None:
         self._drafts, self._draft_rows = drafts, draft_rows
+        # By slot, the completion's tokens by index; one more column takes what is not remembered. None: nobody asks.
+        self._history = np.zeros((_FIRST_SLOTS, 64), np.int32) if remembers else None
+        # No place that is noted next lies beyond it.
+        self._longest = 0
         self.drafted = DraftMeter()
         self.sequences: dict[RequestKey, Sequence] = {}
         """In order of arrival."""
@@ -97,6 +106,9 @@ class Running:
         slot = sequence.slot = self._free.pop()
         self._planned[slot] = self._count[slot] = sequence.count
         self._token[slot] = sequence.next_token
+        if self._history is not None:
+            self._longest = max(self._longest, sequence.count)
+            self._note(np.array([slot]), np.array([sequence.count - 1]), np.array([sequence.next_token], np.int32))
         self._limit[slot], self._slab[slot] = sequence.limit, sequence.slab
         self._request[slot], self._attempt[slot] = sequence.key
         self._base[slot] = sequence.prompt_tokens - 1
@@ -134,6 +146,31 @@ class Running:
             self._num_gone += 1
         else:
             self._free.append(slot)
+
+    def history_of(self, sequence: Sequence) -> bytes:
+        """All tokens of this attempt of a sequence that runs, int32 each; empty where they are too many, or nobody
+        remembers any."""
+        self._note_counted()
+        slot, count = sequence.slot, int(self._count[sequence.slot])
+        if self._history is None or count > MOST_HISTORY:
+            return b""
+        return self._history[slot, sequence.reserve.generated : count].tobytes()
+
+    def _note(self, slots: Ints, places: npt.NDArray[np.integer[Any]], tokens: npt.NDArray[np.int32]) -> None:
+        """Remembers these tokens of completions, by their places in them."""
+        history = self._history
+        assert history is not None
+        width = history.shape[1]
+        # A step brings so many at most. So it takes a look at all of them only where the bound is at the edge.
+        self._longest += 1 + self._drafts
+        if self._longest >= width:
+            self._note_counted()
+            self._longest = int(max(self._count.max(), places.max())) + 1 + self._drafts
+            while width <= min(self._longest, MOST_HISTORY):
+                width = min(2 * width, MOST_HISTORY + 1)
+            if width > history.shape[1]:
+                history = self._history = np.pad(history, ((0, 0), (0, width - history.shape[1])))
+        history[slots, places if self._longest < width else np.minimum(places, width - 1)] = tokens
 
     @property
     def can_plan(self) -> bool:
@@ -202,6 +239,8 @@ class Running:
         self._last_tokens = tokens
         self._num_uncounted += 1
         self._num_endless -= 1
+        if self._history is not None:
+            self._note(slots, indices, tokens)
         if self._num_gone:
             self._note_counted()  # before a slot of them is another's
             is_gone = [self.sequences.get(sequence.key) is not sequence for sequence in sequences]
@@ -262,6 +301,9 @@ class Running:
         ends = np.cumsum(counts)
         has_some = counts > 0
         self._token[slots[has_some]] = tokens[ends[has_some] - 1]
+        if self._history is not None and len(tokens):
+            places = np.arange(len(tokens)) + (before - ends + counts).repeat(counts)
+            self._note(slots.repeat(counts), places, tokens)
         if lineup is self._lineup:
             self._num_ahead -= 1
         self._awaited = None
@@ -285,6 +327,8 @@ class Running:
                 kept[row] = taken
         if ended:
             dropped = counts - kept
+            for row in np.flatnonzero(dropped).tolist():
+                sequences[row].beyond = int(dropped[row])
             self._count[slots] -= dropped
             self._planned[slots] -= dropped
         if len(ended) or released or not is_live.all():
@@ -425,6 +469,8 @@ class Running:
         ):  # fmt: skip
             setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, old)))
         self._tables = np.pad(self._tables, ((0, old), (0, 0)))
+        if self._history is not None:
+            self._history = np.pad(self._history, ((0, old), (0, 0)))
         self._free.extend(range(2 * old - 1, old - 1, -1))
 
 

@@ -51,6 +51,25 @@ class StepLimits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HandBack:
+    """Bounds of the hand-back of finished turns.
+
+    Attributes:
+        tokens: a turn with fewer generated tokens stays.
+        share: of a rank's pages, or of its slabs, that turns on their way may hold.
+        wait_us: an offer without an answer is withdrawn after it.
+    """
+
+    tokens: int
+    share: float
+    wait_us: int
+
+    def bounds(self, sizes: SideSizes) -> tuple[int, int]:
+        """Pages and slabs that turns on their way may hold on a rank."""
+        return int(self.share * sizes.num_pages), max(1, int(self.share * sizes.num_slabs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SideSizes:
     """What a side needs to know of its rank, device and limits.
 
@@ -61,6 +80,7 @@ class SideSizes:
         checksums: every push tells its checksum, and the decode side believes none before it was read back.
         prefix_cache: prefill side: what prompts have computed stays for those that begin alike.
         why_no_grammar: prefill side: why requests with a grammar are refused; empty if they are not.
+        hand_back: finished turns go back to the prefill rank; None where they do not.
     """
 
     rank: int
@@ -77,6 +97,7 @@ class SideSizes:
     checksums: bool = False
     prefix_cache: bool = False
     why_no_grammar: str = ""
+    hand_back: HandBack | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from array import array
 import numpy as np
 
 from engine.core.drafted import DraftMeter
-from transport.messages import DraftCounts, PrefixCounts, RankSnapshot
+from transport.messages import DraftCounts, PrefixCounts, RankSnapshot, TurnCounts
 
 
 class Histogram:
@@ -93,6 +93,7 @@ class Gauges:
     pages_pinned: int = 0
     slabs_cached: int = 0
     prefix: PrefixCounts = dataclasses.field(default_factory=PrefixCounts)
+    turns: TurnCounts = dataclasses.field(default_factory=TurnCounts)
 
 
 def build_snapshot(
@@ -137,4 +138,5 @@ def build_snapshot(
         pages_pinned=gauges.pages_pinned,
         slabs_cached=gauges.slabs_cached,
         prefix=gauges.prefix,
+        turns=gauges.turns,
     )

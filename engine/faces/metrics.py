@@ -32,6 +32,7 @@ from transport.messages import (
     StatusReport,
     TimeCounts,
     TrafficReport,
+    TurnCounts,
 )
 
 RESULTS = ("applied", "skipped", "failed", "rolled_back")
@@ -51,6 +52,7 @@ def metrics_text(status: StatusReport, experts: ExpertsReport, traffic: TrafficR
         _rank_metrics(status.ranks),
         _memory_metrics(status),
         _prefix_metrics(status),
+        _turn_metrics(status.turns),
         _traffic_metrics(traffic, status.model),
         _request_metrics(traffic, status.model),
         _draft_metrics(status.drafted, status.model),
@@ -190,6 +192,25 @@ def _prefix_metrics(status: StatusReport) -> Iterator[Metric]:
     pages.add_metric(["pinned"], pinned)
     pages.add_metric(["unpinned"], sum(snapshot.pages_cached for snapshot in snapshots) - pinned)
     yield pages
+
+
+def _turn_metrics(counts: TurnCounts) -> Iterator[Metric]:
+    """Finished turns on their way back to prefill ranks."""
+    family = CounterMetricFamily(
+        "engine:hand_back_turns", "Finished turns, by what became of them; each that was offered counts as that, too.",
+        labels=["what"],
+    )  # fmt: skip
+    for what in ("offered", "withdrawn", "declined", "granted", "failed", "kept"):
+        family.add_metric([what], getattr(counts, what))
+    yield family
+    family = CounterMetricFamily("engine:hand_back_declined", "Declined turns, by reason.", labels=["reason"])
+    for reason in ("gone", "known", "full", "draining"):
+        family.add_metric([reason], getattr(counts, reason))
+    yield family
+    yield CounterMetricFamily(
+        "engine:hand_back_pages", "Pages of turns that prefix caches took.", value=counts.kept_pages
+    )
+    yield CounterMetricFamily("engine:hand_back_bytes", "Bytes pushed for them.", value=counts.kept_bytes)
 
 
 def _traffic_metrics(traffic: TrafficReport, model: str) -> Iterator[Metric]:

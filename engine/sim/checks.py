@@ -25,6 +25,7 @@ from transport.messages import (
     PagesGranted,
     PagesPushed,
     PrefillCommitted,
+    TurnCommitted,
 )
 
 CHECKERS: Final = {
@@ -34,7 +35,7 @@ CHECKERS: Final = {
     "in-flight": "memory that a submitted step names is not free (every turn)",
     "quarantine": "granted memory is set aside until its epoch ended or its writer is dead (every turn and grant)",
     "late-write": "no write lands outside an open epoch of its writer (every landing)",
-    "epochs": "a decode rank never uses an epoch's number again (every grant)",
+    "epochs": "a rank never uses an epoch's number again (every grant)",
     "commit-data": "a commit follows its data: all pages and the slab have landed (every commit, every PagesPushed)",
     "commit-once": "an epoch is committed once, and not after its end (every commit)",
     "commit-count": "the pages told of add up to the pages committed (every commit)",
@@ -77,8 +78,8 @@ class Epoch:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class DecodeBooks:
-    """Of one decode life: its open epochs, and which of them each block belongs to."""
+class Books:
+    """Of one life: the epochs that it has granted and that are open, and which of them each block belongs to."""
 
     num_pages: int
     used: set[int] = dataclasses.field(default_factory=set)
@@ -98,15 +99,16 @@ class Auditor:
         self._decode_rows = decode_rows
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
-        self._books: dict[Life, DecodeBooks] = {}
+        self._books: dict[Life, Books] = {}
         self.num_landings = 0
         self.num_commits = 0
+        self.num_turns = 0
+        """That were committed."""
 
     # ------------------------------------------------------------ lives
 
     def born(self, life: Life, num_pages: int) -> None:
-        if life.role == "decode":
-            self._books[life] = DecodeBooks(num_pages)
+        self._books[life] = Books(num_pages)
 
     def died(self, life: Life) -> None:
         """Its death is certain: it writes no more, and what it granted is gone with it."""
@@ -130,8 +132,7 @@ class Auditor:
                 side.check()
             except LocalProtocolError as error:
                 raise Violation("pages", f"{life.name}: {error}") from error
-            if isinstance(side, DecodeSide):
-                self._check_quarantine(life, side)
+            self._check_quarantine(life, side)
             waiting = side.gauges().waiting
             if waiting > self._max_waiting:
                 raise Violation("bounds", f"{life.name}: {waiting} requests wait (limit {self._max_waiting})")
@@ -165,7 +166,7 @@ class Auditor:
         if page is not None:
             raise Violation("in-flight", f"{life.name}: step {step} names page {page}, which is free")
 
-    def _check_quarantine(self, life: Life, side: DecodeSide) -> None:
+    def _check_quarantine(self, life: Life, side: DecodeSide | PrefillSide) -> None:
         books = self._books[life]
         pages = [block for block in books.block_to_epoch if block < books.num_pages]
         if len(pages) < len(books.block_to_epoch) and side.arena.pages.find_other(pages, PageState.GRANTED) is None:
@@ -199,6 +200,8 @@ class Auditor:
                     epoch.told += message.count
             case PrefillCommitted():
                 self._committed(sender, receiver, message)
+            case TurnCommitted():
+                self._committed_turn(sender, receiver, message)
             case EpochEnded():
                 epoch = self._find(receiver, message.epoch)
                 if epoch is not None:
@@ -248,11 +251,31 @@ class Auditor:
         self.num_commits += 1
         self._close(books, epoch)
 
+    def _committed_turn(self, sender: Life, receiver: Life, message: TurnCommitted) -> None:
+        books = self._books.get(receiver)
+        if books is None:
+            return
+        epoch = books.open.get(message.epoch)
+        if epoch is None or epoch.writer != sender:
+            raise Violation("commit-once", f"{sender.name} commits a turn, epoch {message.epoch}, which it has not")
+        missing = [block for block in epoch.blocks if block not in epoch.landed]
+        if missing:
+            raise Violation(
+                "commit-data", f"{sender.name} commits a turn, epoch {epoch.number}, but blocks {missing} never landed"
+            )
+        if message.num_pages != len(epoch.blocks) - 1:
+            raise Violation(
+                "commit-count",
+                f"{sender.name} commits a turn of {message.num_pages} pages, {len(epoch.blocks) - 1} were granted",
+            )
+        self.num_turns += 1
+        self._close(books, epoch)
+
     def _find(self, life: Life, number: int) -> Epoch | None:
         books = self._books.get(life)
         return None if books is None else books.open.get(number)
 
-    def _close(self, books: DecodeBooks, epoch: Epoch) -> None:
+    def _close(self, books: Books, epoch: Epoch) -> None:
         del books.open[epoch.number]
         for block in epoch.blocks:
             if books.block_to_epoch.get(block) is epoch:

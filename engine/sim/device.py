@@ -43,6 +43,13 @@ _PAGE = struct.Struct("<qiiII")
 """padding, index in the sequence, ids in it, checksum before, checksum after. As half words: 0-1, 2, 3, 4, 5."""
 _SLAB = struct.Struct("<qiiIi")
 """request, ids of history, last token, checksum, padding. As half words: 0-1, 2, 3, 4, 5."""
+_HALF = struct.Struct("<I")
+_TRAIL = 16
+"""Checksums that a slab has behind that, where turns are handed back: that of the first n ids in place n % 16. As the
+rings of a real one, it is right for the last few lengths that it had."""
+_TRAIL_AT = _SLAB.size // _HALF.size
+SPARE_IDS = 8
+"""So many ids behind the place that is gone on from a real slab may have been written: see docs/design.md, Memory."""
 QUEUE_LIMIT = 2
 _TEMPERATURE, _MIN_TOKENS = operator.attrgetter("temperature"), operator.attrgetter("min_tokens")
 
@@ -109,6 +116,7 @@ class SimDevice:
         checksum_s: virtual seconds that the checksum of one block takes.
         max_drafts: drafts that it proposes for a row at most; draft_share: of places at which a draft holds.
         pool: has its memory; one of its own otherwise.
+        has_trail: its slabs can be gone on from a few ids before their length.
     """
 
     def __init__(
@@ -132,6 +140,7 @@ class SimDevice:
         pool: Pool | None = None,
         max_drafts: int = 0,
         draft_share: float = 0.0,
+        has_trail: bool = False,
     ) -> None:
         self._eos_share = eos_share
         self._costs = costs
@@ -151,7 +160,8 @@ class SimDevice:
         """Number of the step that is submitted next."""
         self.queue: collections.deque[SimTicket] = collections.deque()
         """Submitted and not over."""
-        self._pool = make_pool(1, num_pages, num_slabs) if pool is None else pool
+        self._pool = make_pool(1, num_pages, num_slabs, has_trail=has_trail) if pool is None else pool
+        self._has_trail, self._slab_bytes = has_trail, _count_slab_bytes(has_trail)
         assert self._pool.sizes == (num_pages, num_slabs)
         self._first_page, self._first_slab, self._pages_at, self._slabs_at = self._pool.take()
         self._bytes = self._pool.buffer
@@ -169,7 +179,7 @@ class SimDevice:
             page_tokens=page_tokens,
             page_bytes=_PAGE.size,
             num_pages=num_pages,
-            slab_bytes=_SLAB.size,
+            slab_bytes=self._slab_bytes,
             num_slabs=num_slabs,
             vocab_size=vocab_size,
             max_model_tokens=max_model_tokens,
@@ -415,16 +425,38 @@ class SimDevice:
     def _copy_base(self, chunk: PrefillChunk, base: Base, where: str) -> None:
         """Slab and open page as they were kept. The pages' tags show whether they belong to what is behind them."""
         _, length, _, chain, _ = self._read_slab(base.slab)
-        self._expect(where, f"length of its base, slab {base.slab},", length, chunk.start)
-        self._write_slab(chunk.slab, chunk.request, length, -1, chain)
+        spilt = length - chunk.start
+        if not self._has_trail or not 0 <= spilt <= SPARE_IDS:
+            self._expect(where, f"length of its base, slab {base.slab},", length, chunk.start)
+        self._copy_slab(base.slab, chunk.slab)
+        if spilt:
+            chain = self._read_trail(base.slab, chunk.start)
+        self._write_slab(chunk.slab, chunk.request, chunk.start, -1, chain)
         if base.page >= 0:
             own = chunk.pages[chunk.start // self.info.page_tokens]
             first, size = self._pages_at, _PAGE.size
             tag = self._bytes[first + base.page * size : first + (base.page + 1) * size]
             self._bytes[first + own * size : first + (own + 1) * size] = tag
+            if spilt:
+                self._cut_page(where, own, chunk.start, base.slab, length)
+
+    def _cut_page(self, where: str, page: int, start: int, slab: int, length: int) -> None:
+        """A page that was written behind `start` is as it was there, if all of it is of the slab's history."""
+        page_tokens = self.info.page_tokens
+        index, filled = divmod(start, page_tokens)
+        end = min(length, (index + 1) * page_tokens)
+        tag = _PAGE.unpack_from(self._bytes, self._pages_at + page * _PAGE.size)
+        wanted = (index, end - index * page_tokens, self._read_trail(slab, end))
+        self._expect(where, "tag of its open page", (tag[1], tag[2], tag[4]), wanted)
+        self._write_page(page, index, filled, tag[3], self._read_trail(slab, start))
+
+    def _read_trail(self, slab: int, length: int) -> int:
+        """The checksum of the first `length` ids of a slab's history."""
+        at = self._slabs_at + slab * self._slab_bytes + _HALF.size * (_TRAIL_AT + length % _TRAIL)
+        return int(_HALF.unpack_from(self._bytes, at)[0])
 
     def _copy_slab(self, source: int, target: int) -> None:
-        first, size = self._slabs_at, _SLAB.size
+        first, size = self._slabs_at, self._slab_bytes
         tag = self._bytes[first + source * size : first + (source + 1) * size]
         self._bytes[first + target * size : first + (target + 1) * size] = tag
 
@@ -523,10 +555,13 @@ class SimDevice:
         _PAGE.pack_into(self._bytes, self._pages_at + page * _PAGE.size, 0, index, filled, before, after)
 
     def _read_slab(self, slab: int) -> tuple[int, int, int, int, int]:
-        return _SLAB.unpack_from(self._bytes, self._slabs_at + slab * _SLAB.size)  # type: ignore[return-value]
+        return _SLAB.unpack_from(self._bytes, self._slabs_at + slab * self._slab_bytes)  # type: ignore[return-value]
 
     def _write_slab(self, slab: int, request: int, length: int, last: int, chain: int) -> None:
-        _SLAB.pack_into(self._bytes, self._slabs_at + slab * _SLAB.size, request, length, last, chain, 0)
+        at = self._slabs_at + slab * self._slab_bytes
+        _SLAB.pack_into(self._bytes, at, request, length, last, chain, 0)
+        if self._has_trail:
+            _HALF.pack_into(self._bytes, at + _HALF.size * (_TRAIL_AT + length % _TRAIL), chain)
 
 
 def run_together(devices: Sequence[SimDevice]) -> list[Sequence[int]]:
@@ -539,9 +574,13 @@ def run_together(devices: Sequence[SimDevice]) -> list[Sequence[int]]:
     return [told[device] for device in devices]
 
 
-def make_pool(devices: int, num_pages: int, num_slabs: int) -> Pool:
+def make_pool(devices: int, num_pages: int, num_slabs: int, *, has_trail: bool = False) -> Pool:
     """Memory for so many devices with so many pages and slabs each."""
-    return Pool(devices, num_pages, _PAGE.size, num_slabs, _SLAB.size)
+    return Pool(devices, num_pages, _PAGE.size, num_slabs, _count_slab_bytes(has_trail))
+
+
+def _count_slab_bytes(has_trail: bool) -> int:
+    return _SLAB.size + (_HALF.size * _TRAIL if has_trail else 0)
 
 
 def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[int]]:
@@ -604,6 +643,8 @@ def _run_rows(steps: Sequence[tuple[SimDevice, DecodeRows]]) -> list[Sequence[in
     for words, units, tags in ((page_words, page_ids, pages), (slab_words, slab_ids, slabs)):
         for column in (1, 2):  # the first is what it was
             words[:, column][units] = tags[:, column]
+    if first._has_trail:
+        slab_words.view(np.uint32)[slab_ids, _TRAIL_AT + (positions + 1) % _TRAIL] = grown
     told = drawn.astype(np.int32).data
     return [told[start:end] for start, end in spans]
 

@@ -24,13 +24,16 @@ SYSTEMS = 3
 
 
 def draw_talk(shape: WorldShape, load: Load, seed: int) -> tuple[WorldShape, Load]:
-    """Half of the seeds have conversations, and slabs that can keep some of their states."""
+    """Half of the seeds have conversations, and slabs that can keep some of their states; most of those hand turns
+    back, by a generator of its own."""
     rng = random.Random(f"{seed}:talks")
     share = rng.choice((0.3, 0.7, 1.0))
     if rng.random() >= 0.5:
         return shape, load
     num_slabs = max(shape.num_slabs, rng.choice((2, 3, 4, 8, 16)))
-    return dataclasses.replace(shape, num_slabs=num_slabs), dataclasses.replace(load, talk_share=share)
+    hands_back = random.Random(f"{seed}:turns").random() < 0.8
+    shape = dataclasses.replace(shape, num_slabs=num_slabs, hand_back=hands_back)
+    return shape, dataclasses.replace(load, talk_share=share)
 
 
 def talk(asks: Iterator[Ask], load: Load, rng: random.Random, shape: WorldShape) -> Iterator[Ask]:

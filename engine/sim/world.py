@@ -21,7 +21,7 @@ from engine.actors.accept import accept_streams
 from engine.actors.answers import Acts, Answers
 from engine.actors.head import HeadPorts, run_head
 from engine.actors.rank import run_rank
-from engine.config import ClusterConfig, DraftConfig, ExpertsConfig, Limits, PoolConfig
+from engine.config import ClusterConfig, DraftConfig, ExpertsConfig, HandBackConfig, Limits, PoolConfig
 from engine.core.events import EventRing
 from engine.core.planning import PlannedMoves, PlanRequest, plan_moves
 from engine.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
@@ -55,6 +55,8 @@ from transport.wire import FrameReader
 
 PLAN_S = 0.2
 """A planner's process, from its start to its answer."""
+HAND_BACK_WAIT_S = 0.5
+"""Less than a stop or a held link takes, so that offers are withdrawn and grants for them come late."""
 WATCH_S = 0.25
 """Between two looks at bounds and heartbeats."""
 CHECKSUM_BYTES_PER_S = 4e9
@@ -81,6 +83,7 @@ class WorldShape:
         checksums: pushes tell theirs, and decode ranks read them back.
         start_s: from spawn to a loaded device, at most, told in `start_files` pieces.
         exit_s: from a kill to the end of the process, at most.
+        hand_back: finished turns go back to their prefill ranks, short ones too, within half of a rank's memory.
         drafts: drafts behind a decode row; draft_share: of places at which one holds; draft_rows: with more rows in a
             step a rank does not draft.
         is_thorough: all memory is looked at in every step; for small worlds.
@@ -111,6 +114,7 @@ class WorldShape:
     start_files: int = 1
     exit_s: float = 0.01
     is_thorough: bool = True
+    hand_back: bool = False
     drafts: int = 0
     draft_share: float = 0.7
     draft_rows: int = 32
@@ -145,6 +149,7 @@ class WorldShape:
             experts_main=experts,
             experts_draft=experts,
             draft=DraftConfig(self.drafts, self.draft_rows),
+            hand_back=HandBackConfig(self.hand_back, tokens=2, share=0.5, wait_s=HAND_BACK_WAIT_S),
         )
 
 
@@ -608,7 +613,9 @@ class World:
         if shape.is_thorough:
             return None
         if self._pool is None or self._pool.is_used_up:
-            self._pool = make_pool(shape.prefill + shape.decode, shape.num_pages, shape.num_slabs)
+            self._pool = make_pool(
+                shape.prefill + shape.decode, shape.num_pages, shape.num_slabs, has_trail=shape.hand_back
+            )
         return self._pool
 
     def make_device(self, life: Life) -> SimDevice:
@@ -629,6 +636,7 @@ class World:
             pool=self._find_pool(),
             max_drafts=shape.drafts,
             draft_share=shape.draft_share,
+            has_trail=shape.hand_back,
         )
         if self.groups is not None:
             self.groups.seat(life, device)

@@ -33,6 +33,7 @@ from transport.messages import (
     Sampling,
     StartPrefill,
     Timings,
+    TurnDeclined,
 )
 from transport.stream import FrameStream
 
@@ -401,4 +402,5 @@ async def test_a_greeting_of_a_dead_life_is_refused(autojump_clock: trio.abc.Clo
 
 
 def test_the_vocabulary_of_a_pair_stream_is_what_the_sides_handle() -> None:
-    assert {PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded} == DECODE_FROM_PREFILL
+    handoff = {PeerHello, PagesPushed, PromptScored, PrefillCommitted, EpochEnded}
+    assert handoff | {PagesGranted, GrantRevoked, TurnDeclined} == DECODE_FROM_PREFILL

@@ -66,7 +66,8 @@ async def open_cpu(directory: Path) -> AsyncIterator[Device]:
 
 @asynccontextmanager
 async def open_sim(directory: Path) -> AsyncIterator[Device]:
-    device = SimDevice(num_pages=32, num_slabs=6, page_tokens=8, max_model_tokens=64, max_drafts=5, draft_share=0.7)
+    sizes = {"num_pages": 32, "num_slabs": 6, "page_tokens": 8, "max_model_tokens": 64}
+    device = SimDevice(**sizes, max_drafts=5, draft_share=0.7, has_trail=True)
     try:
         yield device
     finally:
@@ -439,3 +440,33 @@ async def test_a_prompt_goes_on_from_kept_state_as_from_its_own(opened: Opened, 
         chunks = tuple(chunk(2 + at, 1 + at, 0, tables[at], None) for at in range(2))
         result = await device.wait(device.submit(StepPlan(1, chunks, ())))
         assert await answer(device, 2, list(result.chunk_tokens), tables) == warm
+
+
+@pytest.mark.parametrize("spilt", [0, 1, 8])
+@pytest.mark.parametrize("told", [2, 4, 5])
+async def test_a_prompt_goes_on_from_the_end_of_a_turn_though_steps_behind_it_ran(
+    opened: Opened, told: int, spilt: int
+) -> None:
+    """The next turn of a conversation, on the slab and the pages in which the one before was generated."""
+    pages, own = (3, 4, 9, 7), (20, 21, 22, 23, 24)
+
+    async def answer(device: Device, step: int, ids: list[int], start: int, table: tuple[int, ...], base: Base | None):
+        part = memoryview(np.array(ids[start:], "<i4").tobytes())
+        chunk = PrefillChunk(2, 1, start, part, table, GREEDY, base=base)
+        found = list((await device.wait(device.submit(StepPlan(step, (chunk,), ())))).chunk_tokens)
+        for at in range(3):
+            row = DecodeRow(2, 1, len(ids) + at, None, table, GREEDY)
+            found += (await device.wait(device.submit(StepPlan(step + 1 + at, (), (row,))))).row_tokens
+        return found
+
+    async with opened() as device:
+        result = await device.wait(device.submit(prefill(1)))
+        tokens = [token for token in result.chunk_tokens if token is not None]
+        for at in range(told - 1 + spilt):
+            tokens += (await device.wait(device.submit(decode(2 + at, 20 + at, None)))).row_tokens
+        ids = [*PROMPT.tolist(), *tokens[:told], 30, 31, 32]
+        end = 20 + told - 1
+        base = Base(0, pages[end // 8] if end % 8 else -1)
+        warm = await answer(device, 30, ids, end, (*pages[: end // 8], *own)[:5], base)
+    async with opened() as device:
+        assert await answer(device, 1, ids, 0, own, None) == warm

@@ -4,7 +4,8 @@ Every message waits in the queue of its link until chance delivers it; writes la
 well, perhaps long after; links break, processes die and come back. After every event each side's books are checked, and
 each landing write is checked against the state of the page that it hits: GRANTED or QUARANTINED, or the memory of
 somebody else was just overwritten. What pages and slabs of prefill ranks hold is kept as the ids that led to it, so a
-prompt that goes on from the state of other ids, or a push that carries it, shows.
+prompt that goes on from the state of other ids, or a push that carries it, shows. So are those of decode ranks: a turn
+that is handed back carries what its request was made of, or shows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Callable, Sequence
 
 from engine.core.decode import DecodeSide
 from engine.core.effects import DropLink, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
+from engine.core.handback import TakerPhase
 from engine.core.handoff import DecodePhase
 from engine.core.pages import PageState
-from engine.core.plan import PrefillChunk, StepPlan, StepResult
+from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
 from engine.core.prefill import PrefillSide
-from engine.core.schedule import SideSizes, StepLimits
+from engine.core.schedule import HandBack, SideSizes, StepLimits
 from engine.core.tokens import unpack_tokens
 from transport.messages import (
     Abort,
@@ -65,7 +67,7 @@ class Node:
     readings: collections.deque[ReadBack] = dataclasses.field(default_factory=collections.deque)
     pages: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     slabs: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """Of a prefill rank: the ids up to where each is filled, as of the steps that are over."""
+    """The ids up to where each is filled, as of the steps that are over."""
     is_dead: bool = False
     inbox: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
 
@@ -87,14 +89,24 @@ class Pair:
 
 @dataclasses.dataclass(eq=False)
 class Write:
-    """A push: `left` landings to come; `told` once its waiter heard of its end."""
+    """A push: `told` once its waiter heard of its end. `is_turn`: from the decode rank to the prefill rank."""
 
     push: StartPush
     pair: Pair
     epoch: int
+    is_turn: bool = False
     told: bool = False
+    failed: bool = False
     overdue: bool = False
     landed: bool = False
+
+    @property
+    def writer(self) -> Node:
+        return self.pair.decode if self.is_turn else self.pair.prefill
+
+    @property
+    def owner(self) -> Node:
+        return self.pair.prefill if self.is_turn else self.pair.decode
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +131,7 @@ class Client:
 
 class Cluster:
     """`faults` False: a world in which nothing fails, for liveness at the end. `checksums`: pushes have them.
-    `caches`: prefill ranks keep what prompts leave."""
+    `caches`: prefill ranks keep what prompts leave. `turns`: and what comes back of completions."""
 
     def __init__(
         self,
@@ -131,8 +143,9 @@ class Cluster:
         num_decode: int,
         checksums: bool = False,
         caches: bool = False,
+        turns: bool = False,
     ) -> None:
-        self.checksums, self.caches = checksums, caches
+        self.checksums, self.caches, self.turns = checksums, caches, turns
         self.rng = random.Random(seed)
         self.now_us = 0
         self.num_pages, self.num_slabs = num_pages, num_slabs
@@ -145,6 +158,7 @@ class Cluster:
         self.writes: list[Write] = []
         self.clients: dict[int, Client] = {}
         self.next_link = 1
+        self._later: list[Callable[[], None]] = []
         self.seen: collections.Counter[str] = collections.Counter()
         for pair in self._missing_pairs():
             self._connect(*pair)
@@ -164,6 +178,7 @@ class Cluster:
             step=StepLimits(chunk_tokens=8, page_tokens=PAGE_TOKENS, rows=3, eos_ids=frozenset({EOS}), prompts=3),
             checksums=self.checksums,
             prefix_cache=self.caches,
+            hand_back=HandBack(tokens=2, share=0.5, wait_us=50_000) if self.turns else None,
         )
         kind = PrefillSide if self.roles[rank] == "prefill" else DecodeSide
         return Node(rank, generation, kind(sizes))
@@ -184,7 +199,9 @@ class Cluster:
         number = self.next_link
         self.next_link += 1
         self.pairs.append(Pair(number, prefill, decode))
-        hello = PeerHello(1, prefill.rank, prefill.generation, "x")
+        sizes = prefill.side.sizes
+        takes = (sizes.num_pages, sizes.num_slabs) if self.turns else (0, 0)
+        hello = PeerHello(1, prefill.rank, prefill.generation, "x", *takes)
         welcome = PeerWelcome(1, decode.rank, decode.generation, "x", self.num_pages, self.num_slabs)
         decode.side.on_link_up(number, hello, self.now_us)
         prefill.side.on_link_up(number, welcome, self.now_us)
@@ -233,8 +250,15 @@ class Cluster:
         node.side.check()
 
     def _start_push(self, node: Node, push: StartPush) -> None:
-        assert isinstance(node.side, PrefillSide)
         pair = next((pair for pair in self.pairs if pair.number == push.link), None)
+        if isinstance(node.side, DecodeSide):
+            offer = node.side.giver._offers[push.key]
+            if pair is None or not pair.up_at_decode or (self.faults and self.rng.random() < 0.05):
+                self._later.append(lambda: self._void_turn(node, push))
+                return
+            assert offer.grant is not None
+            self.writes.append(Write(push, pair, offer.grant.epoch, is_turn=True))
+            return
         if pair is None or not pair.up_at_prefill:
             node.side.on_push_failed(push.key, "link gone", "void")
             return
@@ -243,8 +267,50 @@ class Cluster:
         pair.writes += 1
         self.writes.append(Write(push, pair, grant.epoch))
 
+    def _void_turn(self, node: Node, push: StartPush) -> None:
+        if not node.is_dead:
+            assert isinstance(node.side, DecodeSide)
+            node.side.on_push_failed(push.key, "link gone", "void")
+            self._collect(node)
+
+    def _land_turn(self, write: Write) -> None:
+        """The same of a turn."""
+        write.landed = True
+        owner, writer = write.owner, write.writer
+        if owner.is_dead or writer.is_dead:
+            return
+        assert isinstance(owner.side, PrefillSide) and write.push.slabs is not None
+        gift = owner.side.taker._gifts.get(write.epoch)
+        assert gift is not None, f"a write of epoch {write.epoch} landed after its end"
+        assert gift.key == write.push.key and gift.writer == (writer.rank, writer.generation)
+        states = {TakerPhase.GRANTED: PageState.GRANTED, TakerPhase.QUARANTINED: PageState.QUARANTINED}
+        turn, wanted = gift.turn, states[gift.phase]
+        assert turn is not None and tuple(turn.pages) == write.push.remote_pages
+        arena = owner.side.arena
+        assert all(arena.pages.state_of(page) is wanted for page in write.push.remote_pages)
+        assert arena.slabs.state_of(write.push.slabs[1]) is wanted
+        if gift.phase is TakerPhase.QUARANTINED or write.failed:
+            # After a failure its source has another owner; such an epoch is never committed.
+            self.seen["turn into quarantine"] += gift.phase is TakerPhase.QUARANTINED
+            return
+        ids = memoryview(bytes(turn.ids)).cast("i").tolist()
+        client = self.clients[gift.key[0]]
+        assert ids == self._ids_of(client)[: len(ids)], "a turn of other ids"
+        for place, (page, remote) in enumerate(zip(write.push.pages, write.push.remote_pages, strict=True), turn.first):
+            own = ids[: (place + 1) * PAGE_TOKENS]
+            held = writer.pages[page]
+            assert held[: len(own)] == own, "a turn carries what belongs to other ids"
+            owner.pages[remote] = own
+        held = writer.slabs[write.push.slabs[0]]
+        assert held[: len(ids)] == ids and len(held) <= len(ids) + 8
+        owner.slabs[write.push.slabs[1]] = ids
+        self.seen["turn landed"] += 1
+
     def _land(self, write: Write) -> None:
         """The bytes arrive; the check that everything here is about."""
+        if write.is_turn:
+            self._land_turn(write)
+            return
         decode = write.pair.decode
         write.landed = True
         if decode.is_dead or write.pair.prefill.is_dead:
@@ -260,20 +326,21 @@ class Cluster:
                 ids = self._ids_of(self.clients[sequence.key[0]])[: sequence.reserve.num_ids]
                 held = write.pair.prefill.pages[write.push.pages[first - write.push.first]]
                 assert held == ids[: (first + 1) * PAGE_TOKENS], "a push carries what belongs to other ids"
+                decode.pages[page] = held
             assert decode.side.arena.pages.state_of(page) is wanted[sequence.phase]
         if write.push.slabs is not None:
             assert decode.side.arena.slabs.state_of(write.push.slabs[1]) is wanted[sequence.phase]
+            decode.slabs[write.push.slabs[1]] = write.pair.prefill.slabs[write.push.slabs[0]]
         if sequence.phase is DecodePhase.QUARANTINED:
             self.seen["write into quarantine"] += 1
 
     def _end_write(self, write: Write, how: str) -> None:
         """The waiter hears of it."""
-        write.told = True
-        write.pair.writes -= 1
-        node = write.pair.prefill
+        write.told, write.failed = True, how == "failed"
+        write.pair.writes -= not write.is_turn
+        node = write.writer
         if node.is_dead:
             return
-        assert isinstance(node.side, PrefillSide)
         if how == "done":
             if not write.landed:
                 self._land(write)
@@ -289,9 +356,8 @@ class Cluster:
     def _be_overdue(self, write: Write) -> None:
         """The waiter lost patience; the write goes on."""
         write.overdue = True
-        node = write.pair.prefill
+        node = write.writer
         if not node.is_dead:
-            assert isinstance(node.side, PrefillSide)
             node.side.on_push_failed(write.push.key, "overdue", "overdue")
             self._collect(node)
 
@@ -389,6 +455,15 @@ class Cluster:
         if not choices:
             return False
         self.now_us += self.rng.randrange(1, 1000)
+        for act in self._later:
+            act()
+        self._later.clear()
+        if self.turns:
+            for node in self.nodes:
+                due_us = None if node.is_dead else node.side.next_deadline_us
+                if due_us is not None and due_us <= self.now_us:
+                    node.side.expire(self.now_us)
+                    self._collect(node)
         if self.faults and self.rng.random() < 0.001:
             # A pause so long that every grant without news is overdue.
             self.now_us += 10_000_000
@@ -465,7 +540,6 @@ class Cluster:
 
     def _read_back(self, node: Node) -> None:
         reading = node.readings.popleft()
-        assert isinstance(node.side, DecodeSide)
         for pages, slab in reading.stretches:
             kept = {node.side.arena.pages.state_of(page) for page in pages} <= {PageState.OWNED, PageState.IN_FLIGHT}
             assert kept and (slab < 0 or node.side.arena.slabs.state_of(slab) is not PageState.FREE)
@@ -473,7 +547,7 @@ class Cluster:
         if self.faults and self.rng.random() < 0.1:
             found[self.rng.randrange(len(found))] ^= 1 << self.rng.randrange(32)
         self.seen["read back"] += 1
-        node.side.on_pages_read(reading.key, tuple(found))
+        node.side.on_pages_read(reading.key, tuple(found), self.now_us)
         self._collect(node)
 
     def _finish_step(self, node: Node) -> None:
@@ -483,6 +557,8 @@ class Cluster:
         pages = node.side.arena.pages
         for row in plan.rows:
             assert all(pages.state_of(page) in (PageState.OWNED, PageState.IN_FLIGHT) for page in row.pages)
+            if self.turns:
+                self._extend(node, row)
         for chunk in plan.chunks:
             self._compute(node, chunk)
         node.side.apply(StepResult(plan.step, chunks, rows, 10), self.now_us)
@@ -490,6 +566,13 @@ class Cluster:
 
     def _ids_of(self, client: Client) -> list[int]:
         return [*client.prompt, *client.tokens]
+
+    def _extend(self, node: Node, row: DecodeRow) -> None:
+        """What a device does with the memory of a row, in terms of ids."""
+        slab = node.slabs[row.slab]
+        assert len(slab) == row.position
+        ids = node.slabs[row.slab] = [*slab, token_at(row.request, row.position)]
+        node.pages[row.pages[row.position // PAGE_TOKENS]] = ids
 
     def _compute(self, node: Node, chunk: PrefillChunk) -> None:
         """What a device does with pages and slabs, in terms of ids."""
@@ -533,7 +616,7 @@ class Cluster:
             if write.pair.prefill is node or write.pair.decode is node:
                 # Severed before the others hear of the death: from now on it lands nowhere.
                 write.landed = True
-                if write.pair.prefill is node:
+                if write.writer is node:
                     write.told = True
         for pair in self.pairs:
             if node in (pair.prefill, pair.decode):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core import epochs, handoff
+from engine.core import epochs, handback, handoff
 from transport import messages, wire
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
-MODULES = {"handoff": handoff, "epochs": epochs}
+MODULES = {"handoff": handoff, "handback": handback, "epochs": epochs}
 """Whose tables are drawn."""
 END = "<!-- end of diagram -->"
 ROW = re.compile(r"^\| (\d+) \| `(\w+)` \| ([^|]*) \| ([^|]*)\|", re.MULTILINE)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engine.core import reuse
+from engine.core.handback import GiverPhase
 from engine.core.handoff import PrefillPhase
 from engine.core.pages import PageState
 from engine.core.plan import Base
@@ -23,7 +24,9 @@ ROOMS = ((24, 1), (24, 2), (24, 3), (24, 6), (80, 4), (80, 8), (80, 20), (240, 2
 """Pages and slabs of clusters with caches."""
 
 
-def play(seed: int, *, faults: bool, checksums: bool = False, caches: bool = False) -> Cluster:
+def play(
+    seed: int, *, faults: bool, checksums: bool = False, caches: bool = False, turns: bool = False
+) -> Cluster:
     """Thirty requests with faults, then quiet until nothing moves. With caches most begin as others do."""
     num_pages, num_slabs = random.Random(seed).choice(ROOMS) if caches else (24, 4)
     cluster = Cluster(
@@ -34,6 +37,7 @@ def play(seed: int, *, faults: bool, checksums: bool = False, caches: bool = Fal
         num_decode=2,
         checksums=checksums,
         caches=caches,
+        turns=turns,
     )
     cluster.faults = faults
     cluster.death_weight = (0.0, 0.003, 0.02)[seed % 3]
@@ -59,11 +63,19 @@ def play(seed: int, *, faults: bool, checksums: bool = False, caches: bool = Fal
         if all(client.outcome for client in cluster.clients.values()):
             return cluster
         # Quarantine took the room that somebody waits for: the head kills the writers at its cap.
-        writers = [node for node in cluster.nodes[:2] if node.side.prompts]
-        assert any(p.phase is PrefillPhase.BURNT for node in writers for p in node.side.prompts.values()), "stalled"
+        writers = [node for node in cluster.nodes if is_burnt(node)]
+        assert writers, "stalled"
         for node in writers:
             cluster.kill(node)
     raise AssertionError("it never comes to rest")
+
+
+def is_burnt(node: Node) -> bool:
+    """It owes the end of an epoch that its word can not end."""
+    side = node.side
+    if isinstance(side, PrefillSide):
+        return any(prompt.phase is PrefillPhase.BURNT for prompt in side.prompts.values())
+    return any(offer.phase is GiverPhase.BURNT for offer in side.giver._offers.values())
 
 
 def _have_alike(clients: list[Client], rng: random.Random) -> None:
@@ -149,6 +161,50 @@ def test_with_caches_and_faults_memory_is_accounted_for_on_every_way_out(seed: i
     for client in cluster.clients.values():
         assert client.outcome in ("finished", "aborted")
     assert all(free_or_cached(node) for node in cluster.nodes[:2] if not node.is_dead)
+
+
+def check_turns(cluster: Cluster, *, faults: bool) -> None:
+    """Nothing is on its way any more but what burnt epochs keep, and the death of their writers gives that back."""
+    for client in cluster.clients.values():
+        assert client.outcome in ("finished", "aborted")
+        assert faults or client.attempt == 1
+    for node in list(cluster.nodes[2:]):
+        if is_burnt(node):
+            cluster.kill(node)
+    while cluster.step():
+        pass
+    for node in cluster.nodes:
+        node.side.check()
+        if isinstance(node.side, PrefillSide):
+            assert free_or_cached(node) and node.side.taker.is_quiet
+        else:
+            assert not node.side._held and node.side.giver.is_quiet
+            kept = node.side.arena.pages.count(PageState.QUARANTINED)
+            assert node.side.arena.pages.num_free + kept == node.side.arena.pages.total
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_turns_come_back_and_nothing_waits_for_them(seed: int) -> None:
+    check_turns(play(seed, faults=False, caches=True, turns=True, checksums=seed >= 30), faults=False)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_with_turns_and_faults_memory_is_accounted_for_on_every_way_out(seed: int) -> None:
+    check_turns(play(seed, faults=True, caches=True, turns=True, checksums=seed >= 60), faults=True)
+
+
+def test_turns_are_really_handed_back() -> None:
+    seen: collections.Counter[str] = collections.Counter()
+    totals: collections.Counter[str] = collections.Counter()
+    for seed in range(40):
+        cluster = play(seed, faults=seed % 2 > 0, caches=True, turns=True)
+        seen += cluster.seen
+        for node in cluster.nodes:
+            totals.update(msgspec.structs.asdict(node.side.gauges().turns))
+    assert seen["turn landed"] > 100 and seen["turn into quarantine"] > 0, seen
+    for what in ("offered", "withdrawn", "declined", "failed", "granted", "gone", "full", "kept", "kept_pages"):
+        assert totals[what] > 0, totals
+    assert totals["kept"] <= totals["granted"] <= totals["offered"]
 
 
 def test_caches_are_really_used() -> None:

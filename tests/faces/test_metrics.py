@@ -22,6 +22,7 @@ from transport.messages import (
     PartReport,
     PrefixCounts,
     RequestEnds,
+    TurnCounts,
 )
 
 NAMES = {
@@ -42,6 +43,10 @@ NAMES = {
     "engine:prefix_hit_possible_tokens": ("counter", ()),
     "engine:prefix_cache_pages": ("gauge", ("state",)),
     "engine:prefix_cache_evicted_pages": ("counter", ()),
+    "engine:hand_back_turns": ("counter", ("what",)),
+    "engine:hand_back_declined": ("counter", ("reason",)),
+    "engine:hand_back_pages": ("counter", ()),
+    "engine:hand_back_bytes": ("counter", ()),
     "vllm:spec_decode_num_drafts": ("counter", ("model_name", "engine")),
     "vllm:spec_decode_num_draft_tokens": ("counter", ("model_name", "engine")),
     "vllm:spec_decode_num_accepted_tokens": ("counter", ("model_name", "engine")),
@@ -97,7 +102,7 @@ def text_of(*parts: PartReport, **status: object) -> str:
 
 ORDER = (
     "version", "model", "layout", "model_name", "engine", "pool", "part", "group", "state", "result", "position",
-    "kind", "finished_reason", "le",
+    "kind", "finished_reason", "what", "reason", "le",
 )  # fmt: skip
 
 
@@ -291,6 +296,13 @@ def test_the_prefix_cache_is_summed_over_ranks() -> None:
     assert found["engine:prefix_hit_possible_tokens_total",] == 720
     assert found["engine:prefix_cache_evicted_pages_total",] == 3
     assert found["engine:prefix_cache_pages", "pinned"] == 15 and found["engine:prefix_cache_pages", "unpinned"] == 30
+    turns = TurnCounts(
+        offered=9, withdrawn=1, declined=3, failed=1, granted=5, gone=1, full=2, kept=4, kept_pages=12, kept_bytes=99
+    )
+    told = samples(text_of(ranks=tuple(ranks), turns=turns))
+    assert told["engine:hand_back_turns_total", "offered"] == 9 and told["engine:hand_back_turns_total", "kept"] == 4
+    assert told["engine:hand_back_declined_total", "full"] == 2
+    assert told["engine:hand_back_pages_total",] == 12 and told["engine:hand_back_bytes_total",] == 99
     traffic = make_traffic()
     kinds = [found["engine:tokens_total", kind] for kind in ("cached", "new", "output")]
     assert kinds == [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.decode import DecodeSide
+from engine.core.taking import Taker
 from engine.errors import ConfigError
 from engine.sim.faults import Swarm, draw_faults
 from engine.sim.play import Outcome, play
@@ -49,12 +50,41 @@ def test_flipped_bits_among_other_faults() -> None:
 def test_a_decode_rank_that_does_not_compare_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     original = DecodeSide.on_pages_read
 
-    def believe(self: DecodeSide, key: tuple[int, int], checksums: tuple[int, ...]) -> None:
-        original(self, key, tuple(told for _, _, told in self._reading[key].told))
+    def believe(self: DecodeSide, key: tuple[int, int], checksums: tuple[int, ...], now_us: int) -> None:
+        original(self, key, tuple(told for _, _, told in self._reading[key].told), now_us)
 
     monkeypatch.setattr(DecodeSide, "on_pages_read", believe)
     found = {outcome.violation.checker for seed in range(3) if (outcome := run("corrupt", seed=seed)).violation}
     assert found == {"tags"}
+
+
+TALK_SHAPE = dataclasses.replace(SHAPE, hand_back=True, num_slabs=16, num_pages=128)
+TALK_LOAD = dataclasses.replace(LOAD, talk_share=1.0, requests=120, arrive_s=6.0, prompt=(1, 40))
+
+
+def run_talk(seed: int) -> Outcome:
+    extra = Swarm(kinds=("corrupt",), per_s=4.0, until_s=6.0)
+    return play(Scenario("bytes", seed, TALK_SHAPE, TALK_LOAD, Swarm(), extra))
+
+
+def test_turns_with_flipped_bits_do_not_come_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, corrupt = Taker.on_pages_read, []
+
+    def count(self: Taker, key: tuple[int, int], checksums: tuple[int, ...], now_us: int) -> None:
+        before = self.num_corrupt
+        original(self, key, checksums, now_us)
+        corrupt.append(self.num_corrupt > before)
+
+    monkeypatch.setattr(Taker, "on_pages_read", count)
+    for seed in range(3):
+        check(run_talk(seed))
+    assert sum(corrupt) >= 2 and corrupt.count(False) > 20
+
+    def believe(self: Taker, key: tuple[int, int], checksums: tuple[int, ...], now_us: int) -> None:
+        original(self, key, (self._reading[key].commit.checksum,), now_us)  # type: ignore[union-attr]
+
+    monkeypatch.setattr(Taker, "on_pages_read", believe)
+    assert "tags" in {outcome.violation.checker for seed in range(12) if (outcome := run_talk(seed)).violation}
 
 
 def test_without_faults_checksums_change_no_answer() -> None:

@@ -54,6 +54,14 @@ SMALL = Scenario(
 )
 
 
+TALK = Scenario(
+    "every step of turns that are handed back",
+    9,
+    WorldShape(prefill=1, decode=1, num_pages=40, num_slabs=8, limits=SMALL_LIMITS, start_s=0.01, hand_back=True),
+    Load(requests=6, arrive_s=0.1, prompt=(10, 40), output=(4, 12), talk_share=1.0),
+)
+
+
 class Strike(trio.abc.Instrument):
     """Kills a rank's process just before the k-th step of any task; counts steps if there is no k."""
 
@@ -77,15 +85,15 @@ class Strike(trio.abc.Instrument):
             self.struck = True
 
 
-def count_steps() -> int:
+def count_steps(scenario: Scenario = SMALL) -> int:
     strike = Strike(0, None)
-    check(play(SMALL, instrument=strike, hook=strike.meet))
+    check(play(scenario, instrument=strike, hook=strike.meet))
     return strike.count
 
 
-def crash_at(rank: int, step: int) -> None:
+def crash_at(rank: int, step: int, scenario: Scenario = SMALL) -> None:
     strike = Strike(rank, step)
-    outcome = play(SMALL, instrument=strike, hook=strike.meet)
+    outcome = play(scenario, instrument=strike, hook=strike.meet)
     assert strike.struck, f"the run was over before step {step}"
     if not outcome.is_good:
         (outcome.violation or outcome.crash).add_note(f"rank {rank} killed before step {step}")  # type: ignore[union-attr]
@@ -105,3 +113,21 @@ def test_a_crash_at_every_kth_step_costs_nobody_a_token(rank: int) -> None:
 def test_a_crash_at_every_step_costs_nobody_a_token(rank: int) -> None:
     for step in range(1, count_steps()):
         crash_at(rank, step)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["prefill", "decode"])
+def test_a_crash_at_every_kth_step_of_turns_that_are_handed_back(rank: int) -> None:
+    worlds: list[World] = []
+    check(play(TALK, hook=worlds.append))
+    assert worlds[0].auditor.num_turns >= 5
+    steps = count_steps(TALK)
+    stride = max(1, steps // 40)
+    for step in range(1 + rank * stride // 2, steps, stride):
+        crash_at(rank, step, TALK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1], ids=["prefill", "decode"])
+def test_a_crash_at_every_step_of_turns_that_are_handed_back(rank: int) -> None:
+    for step in range(1, count_steps(TALK)):
+        crash_at(rank, step, TALK)
