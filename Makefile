@@ -4,21 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some machines have it set. Every process of an engine would then compile all that it imports, each time.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all clients lint clean
+.PHONY: demo test tests test-all clients lint clean
 
 demo: $(VENV)/.run
 	$(BIN)/engine batch -i examples/prompts.jsonl -o - --progress line | tee demo.jsonl
 	@$(BIN)/python examples/show.py demo.jsonl
 
-# A process for each core; what kills, stops and times whole clusters runs alone after it.
-# The longest first, so that none of them is left to the end.
-BESIDE := sim model actors kernels front batch bench cli nano console transport core faces style
-BESIDE := $(BESIDE:%=tests/%)
+# Tests of processes mostly wait for them, so there is one worker more than cores (nproc believes OMP_NUM_THREADS). Files are
+# begun as `tests/order.py` says.
+WORKERS := $(shell echo $$(($$(env -u OMP_NUM_THREADS nproc) + 1)))
 
-test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu" $(BESIDE)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not clients" $(BESIDE:%=--ignore=%)
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 lint tests
+
+tests: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not clients"
 
 test-all: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -q -m "not clients"
@@ -42,15 +45,23 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 # torch goes first and by its exact version, so that no later requirement can pick another build of it.
-$(VENV)/.run: pyproject.toml constraints.txt
+define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[nixl]"
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
+endef
 
-$(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[nixl,dev]"
-	touch $@
+$(VENV)/.run: EXTRAS := nixl
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(install)
+
+# What tests import is compiled then. To compile the rest of torch as well would take pip as long as all else here.
+$(VENV)/.dev: EXTRAS := nixl,dev
+$(VENV)/.dev: PIP_FLAGS := --no-compile
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(install)
+	touch $(VENV)/.run
 
 clean:
 	rm -rf $(VENV) .clients demo.jsonl build *.egg-info

@@ -119,7 +119,7 @@ def forward(ctx: click.Context, /, given: int | None, **options: Any) -> int:
         config = config_from_json(take_bytes(given))
     else:
         config = resolve_options(options).config
-    _refuse_pretence(config)
+    _refuse_device(config)
     from engine.bench.forward import StepCase, measure_forward, open_bare_model
     from engine.bench.table import forward_table
 
@@ -167,7 +167,7 @@ def serve(**options: Any) -> int:
 
     resolved = resolve_options(options)
     config = resolved.config
-    _refuse_pretence(config)
+    _refuse_device(config)
     if not options["sequences"]:
         raise click.UsageError("nothing to measure: --sequences is empty")
     if not options["verbose"] and resolved.origins.get("log.level") == "default":
@@ -241,10 +241,15 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
     return int(any("error" in run for run in record["runs"]))
 
 
-def _refuse_pretence(config: ClusterConfig) -> None:
-    """Raises ConfigError for a rack that is simulated: its figures are its scenario's."""
+def _refuse_device(config: ClusterConfig) -> None:
+    """Raises ConfigError for a rack that is simulated, whose figures are its scenario's, and for ranks on GPUs."""
     if config.device == "sim":
         raise ConfigError("engine bench measures, and device sim has nothing to measure; see engine up --device sim")
+    if config.device == "cuda":
+        raise ConfigError(
+            "the configuration has device cuda, and this measures ranks on CPUs; write --device cpu, or engine bench"
+            " forward --device cuda for a step on a GPU"
+        )
 
 
 def _begin(name: str, config: ClusterConfig, options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def _look_at_nixl(facts: dict[str, Any]) -> list[Finding]:
     facts["nixl"] = status
     if not status["available"]:
         why = "; ".join(status["errors"]) or "its UCX backend does not start"
-        return [Finding("nixl", "warn", why, "pages go over TCP until pip install 'counterpoise[nixl]' works here")]
+        advice = "until pip install 'counterpoise[nixl]' works here, pages go over TCP and ranks on GPUs do not start"
+        return [Finding("nixl", "warn", why, advice)]
     usable = [name for name, state in status["plugins"].items() if state == "usable"]
     transports = ", ".join(status["transports"]) or "unknown"
     findings = [Finding("nixl", "ok", f"{status['module']} {status['version']}, {', '.join(usable)}: {transports}")]

@@ -176,7 +176,7 @@ KEYS: tuple[Key, ...] = (
         "fabric",
         "choice",
         "auto",
-        "Carrier of pushed pages; auto takes NIXL where it works, else TCP.",
+        "Carrier of pushed pages; auto takes NIXL where it works, else, with ranks on CPUs, TCP.",
         choices=("auto", "nixl", "tcp"),
     ),
     Key(

@@ -274,7 +274,8 @@ def attend(
         stats = torch.empty((count, splits, 2, heads), dtype=torch.float32, device=query.device)
     sizes = {
         "HEADS": heads, "WIDTH": width, "ROPE": ring.rope, "WINDOW": window, "RATIO": max(ratio, 1),
-        "SELECTS": selected is not None, "TOP_K": top_k, "KEYS": config.keys, "LEAST": LEAST_TILES,
+        "SELECTS": selected is not None, "TOP_K": top_k, "HAS_ENTRIES": entries is not None, "KEYS": config.keys,
+        "LEAST": LEAST_TILES,
     }  # fmt: skip
     padded = 64 * max(2, triton.next_power_of_2(math.ceil(still / 64) + 1))
     if padded > 512 or ring.rope > 64:
@@ -287,7 +288,7 @@ def attend(
         ring.data // 16, ring.scale // 16, ring.stride // 16,
         plane.data // 16, plane.scale // 16, plane.stride // 16, pages,
         rows.span, config.spread, config.single, splits, parts,
-        SCALE=width**-0.5, RING_ROWS=ring.rows, PAGE_ROWS=plane.rows, HAS_ENTRIES=entries is not None,
+        SCALE=width**-0.5, RING_ROWS=ring.rows, PAGE_ROWS=plane.rows,
         FORMAT=FORMATS[ring.format], DATA_BYTES=ring.data_bytes, SCALE_BYTES=ring.scale_bytes,
         ALIGN=math.gcd(ring.data_bytes, 16), BLOCK=block,
         SPLITS=splits > 1, ROOM=splits if 1 == parts < splits else 0, PADDED=padded,

@@ -134,7 +134,7 @@ def add_splits(
 def _add_kernel(
     partial_ptr, stats_ptr, sink_ptr, turns_ptr, positions_ptr, out_ptr, spread, single,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
-    SELECTS: tl.constexpr, TOP_K: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    SELECTS: tl.constexpr, TOP_K: tl.constexpr, HAS_ENTRIES: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
     ROOM: tl.constexpr, ADD_BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of ADD_BLOCK heads of one row, if it has more than one."""
@@ -142,7 +142,7 @@ def _add_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions_ptr + row)
-    _, length = measure_row(position, WINDOW, RATIO, TOP_K, SELECTS, True)
+    _, length = measure_row(position, WINDOW, RATIO, TOP_K, SELECTS, HAS_ENTRIES)
     _, splits = place_splits(length, spread, single, KEYS, LEAST)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.order import rank
 from tests.thinned import CASES, choose
 
 # Before workers of a parallel run start: what they are parametrised with has to be the same in all of them.
@@ -12,7 +13,8 @@ os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `tests/thinned.py` leaves to `make test-all`."""
+    """Puts files in the order of `tests/order.py`, and marks what `tests/thinned.py` leaves to `make test-all`."""
+    items.sort(key=lambda item: rank(item.nodeid.split("::")[0]))
     cases: dict[str, list[pytest.Item]] = {name: [] for name in CASES}
     for item in items:
         name = item.nodeid.split("[")[0]

@@ -1,6 +1,6 @@
 """How many cases of the longest tests `make test` runs, evenly spread over all of them; the others are `slow`.
 
-`make test` is to end within some ten minutes on two cores; `make test-all` leaves nothing out.
+`make test` is to end within ten minutes on two cores; `make test-all` leaves nothing out.
 """
 
 from __future__ import annotations
@@ -9,14 +9,22 @@ CASES = {
     "tests/model/test_kept_state.py::test_every_offset_in_a_page": 1,
     "tests/model/test_kept_state.py::test_a_prompts_end_is_a_base_whatever_chunk_it_ended_with": 2,
     "tests/model/test_kept_state.py::test_trees_of_prompts_many_in_a_step": 2,
+    "tests/model/test_grammars.py::test_texts_that_end_are_valid_and_are_the_same_alone_together_and_with_drafts": 1,
     "tests/model/test_speculation.py::test_drafts_that_hold_up_to_any_place_change_no_text": 1,
     "tests/model/test_speculation.py::test_the_models_own_drafts_change_no_text": 1,
+    "tests/model/test_speculation.py::test_as_many_tokens_come_as_are_right": 2,
+    "tests/model/test_speculation.py::test_a_row_past_its_end_computes_nothing_and_brings_nothing": 2,
+    "tests/model/test_speculation.py::test_places_and_numbers_that_nobody_can_mean_are_refused": 2,
+    "tests/model/test_speculation.py::test_a_fresh_sequence_on_a_used_slab_has_no_drafts": 2,
+    "tests/model/test_speculation.py::test_steps_without_drafts_say_what_they_always_said": 2,
+    "tests/model/test_rejection_served.py::test_greedy_texts_are_as_ever_and_drawn_ones_the_same_twice": 1,
+    "tests/model/test_rejection_served.py::test_without_drafts_texts_are_those_of_the_other_rule": 1,
     "tests/model/test_group_drafts.py::test_members_draft_each_for_its_own_rows": 1,
-    "tests/model/test_paged_rows.py::test_chunks_of_any_size_give_the_same_bits": 15,
-    "tests/model/test_paged_rows.py::test_state_moved_to_another_arena_continues_with_the_same_bits": 5,
-    "tests/model/test_paged_rows.py::test_rejected_drafts_are_overwritten_without_rollback": 12,
-    "tests/model/test_paged_rows.py::test_prompts_in_one_pass_have_the_bits_that_they_have_alone": 10,
-    "tests/model/test_paged_drafts.py::test_drafts_have_the_same_bits_in_any_company_and_however_the_context_came": 2,
+    "tests/model/test_paged_rows.py::test_chunks_of_any_size_give_the_same_bits": 10,
+    "tests/model/test_paged_rows.py::test_state_moved_to_another_arena_continues_with_the_same_bits": 3,
+    "tests/model/test_paged_rows.py::test_rejected_drafts_are_overwritten_without_rollback": 8,
+    "tests/model/test_paged_rows.py::test_prompts_in_one_pass_have_the_bits_that_they_have_alone": 6,
+    "tests/model/test_paged_drafts.py::test_drafts_have_the_same_bits_in_any_company_and_however_the_context_came": 1,
     "tests/model/test_rejection_served.py::test_texts_follow_the_chain_rule_where_steps_draft_and_do_not": 2,
     "tests/model/test_rejection.py::test_served_tokens_come_as_often_as_they_should": 3,
     "tests/model/test_device.py::test_pages_and_slab_moved_by_address_continue_the_text": 3,
@@ -49,7 +57,7 @@ CASES = {
     "tests/e2e/test_batch_chaos.py::test_a_run_that_is_ended_again_and_again_is_resumed_to_the_end": 0,
     "tests/e2e/test_prefix_cache.py::test_few_pages_cost_hits_and_no_text": 0,
     "tests/e2e/test_prefix_cache.py::test_what_could_be_spared_is_spared": 0,
-    "tests/e2e/test_prefix_cache.py::test_turns_have_the_texts_that_they_have_without_a_cache": 1,
+    "tests/e2e/test_prefix_cache.py::test_turns_have_the_texts_that_they_have_without_a_cache": 0,
     "tests/e2e/test_hand_back.py::test_a_turn_computes_only_what_is_new": 1,
     "tests/e2e/test_drafting.py::test_texts_are_those_without_drafts": 1,
     "tests/e2e/test_handoff_chaos.py::test_a_write_of_a_cancelled_request_lands_in_quarantine": 0,

@@ -89,6 +89,9 @@ def load_step_model(
             decode_rows=config.limits.decode_rows,
             prompt_rows=prompt_rows,
         )
+        # The logits that a pass copies out of its graphs. The allocator keeps what it had: no request finds it short.
+        most = config.limits.prefill_chunk_tokens if config.role == "prefill" else config.limits.decode_rows
+        torch.empty((most + max(prompt_rows), shape.vocab_size), device=device)
         report("warmup", 1, 1, "steps")
     except torch.OutOfMemoryError as error:
         free = torch.cuda.mem_get_info(device)[0] / 2**30

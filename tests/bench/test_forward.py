@@ -109,3 +109,9 @@ def test_the_command_prints_a_table_and_writes_the_record(config: ClusterConfig,
     assert record["settings"]["rows"] == [1, 2] and record["command"].startswith("engine bench forward ")
     assert record["machine"]["cores"] >= 1 and record["machine"]["packages"]["torch"]
     assert len(record["runs"]) == 3
+
+
+@pytest.mark.parametrize("command", ["forward", "serve"])
+def test_ranks_on_gpus_are_not_measured_as_ranks_on_cpus(command: str) -> None:
+    done = engine("bench", command, "--model", "tests/oracle/v4-tiny-quant", ENGINE_DEVICE="cuda")
+    assert done.returncode == 2 and "the configuration has device cuda" in done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
 import torch
 
+from engine.bench import group
 from engine.bench.cases import parse_case
 from engine.bench.group import _join, measure_group
 from engine.bench.rig import StepOptions
@@ -51,3 +53,16 @@ def test_a_group_needs_a_gpu_for_each_rank() -> None:
     options = StepOptions("v4-flash", (parse_case("b1=1@1k"),), ranks=count + 2)
     with pytest.raises(ConfigError, match=f"a group of {count + 2} needs as many GPUs, found {count}"):
         measure_group(options, [], lambda _: None)
+
+
+def test_a_rank_that_ends_or_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send(run_of())
+    assert group._receive(ours, 1) == run_of()
+    monkeypatch.setattr(group, "CASE_S", 0.01)
+    with pytest.raises(ConfigError, match=r"rank 1 of the group has said nothing for 0\.01 s"):
+        group._receive(ours, 1)
+    theirs.close()
+    with pytest.raises(ConfigError, match="rank 1 of the group has ended"):
+        group._receive(ours, 1)
+    ours.close()

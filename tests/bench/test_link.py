@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
+import pytest
+
+from engine.bench import link
 from engine.bench.link import PARTS, LinkOptions, describe_push, list_blocks, measure_link
+from engine.errors import FabricError
 
 
 def test_kinds_name_the_same_pages_in_other_places() -> None:
@@ -30,3 +35,17 @@ def test_all_kinds_arrive() -> None:
     assert by_kind["pages in order"]["descriptors"] < by_kind["pages anywhere"]["descriptors"] <= 16
     assert all(len(run["samples_us"]) == 2 and run["post_us"] >= 0 and run["gb_per_s"] > 0 for run in runs)
     assert "WRONG" in describe_push(runs[0] | {"arrived": False})
+
+
+async def test_a_receiver_that_ends_or_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send([3])
+    assert await link._hear(ours) == [3]
+    monkeypatch.setattr(link, "ANSWER_S", 0.05)
+    with pytest.raises(FabricError, match=r"has said nothing for 0\.05 s"):
+        await link._hear(ours)
+    # Ends the thread that still listens, too.
+    theirs.close()
+    with pytest.raises(FabricError, match="has ended"):
+        await link._hear(ours)
+    ours.close()

@@ -101,6 +101,7 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("device = 'cuda'\nfabric = 'tcp'", ":2: fabric: tcp carries host memory only"),
         ("device = 'cuda'\n[draft]\ntokens = 2", ":3: draft.tokens: on device = \"cuda\" nothing is drafted; write 0"),
         ("device = 'cuda'\n[pools.decode]\nranks = 2\ngroup = 2", "on device = \"cuda\" each rank has all experts"),
+        ("device = 'cuda'\n[pools.prefill]\nranks = 2\ngroup = 2", "pools.prefill.group: on device = \"cuda\" each"),
         ("kv_dtype = 'fp8'", ":1: kv_dtype: 'fp8' is for device = \"cuda\""),
         ("load_format = 'dummy'", ":1: load_format: 'dummy' is for device = \"cuda\""),
         ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: a pool of 1 does not divide into groups of 2; give"),

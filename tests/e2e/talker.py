@@ -77,13 +77,6 @@ class Engine:
         status = json.loads(engine("status", "--json", "--dir", self.directory).stdout)
         return {rank["rank"]: rank for rank in status["ranks"]}
 
-    def await_rank(self, rank: int, state: str) -> None:
-        """Until a rank is in that state."""
-        deadline = time.monotonic() + READY_S
-        while (found := self.ranks()[rank]["state"]) != state:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
-
     def await_idle(self) -> None:
         """Until no rank says that a request has pages; what ranks say may be half a second old."""
         deadline = time.monotonic() + 10

@@ -37,7 +37,9 @@ def run_batch(folder: Path, model: Path, lines: list[dict[str, Any]], *settings:
     source, target = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     target.unlink(missing_ok=True)
-    sets = ["page_tokens=64", "max_model_tokens=512", "num_pages=200", "limits.decode_rows=16", *settings]
+    sets = ["page_tokens=64", "max_model_tokens=512", "num_pages=200", "limits.decode_rows=16"]
+    # Most prompts are several chunks: pages of all but the last are pushed with nothing sampled behind them.
+    sets += ["limits.prefill_chunk_tokens=64", "checksum_pushes=true", *settings]
     command = [sys.executable, "-m", "engine", "batch", "-i", str(source), "-o", str(target), "--model", str(model)]
     done = subprocess.run(
         [*command, *(word for setting in sets for word in ("--set", setting))],
@@ -71,12 +73,13 @@ def test_texts_are_those_of_cpu_ranks(model: Path, tmp_path: Path) -> None:
     on_gpu = run_batch(tmp_path, model, lines, "device=cuda", "kv_dtype=float32", "fabric=nixl")
     assert on_cpu.keys() == on_gpu.keys() and len(on_gpu) == PROMPTS
     assert all(answer["engine"]["pushed_bytes"] > 0 for answer in on_gpu.values())
+    assert all(answer["engine"]["attempts"] == 1 for answer in on_gpu.values()), "a push with a wrong checksum"
     others = [key for key, answer in on_cpu.items() if text_of(answer) != text_of(on_gpu[key])]
     assert len(others) <= CLOSE, others
 
 
 def test_what_is_asked_beyond_the_likeliest_is_as_on_a_cpu(model: Path, tmp_path: Path) -> None:
-    """Seeds, penalties, log-probabilities and stop strings take the way over the host."""
+    """Seeds, penalties and log-probabilities take the way over the host."""
     lines = draw_lines()[:12]
     for number, line in enumerate(lines):
         line |= {"temperature": 0.8, "seed": number, "top_p": 0.9, "frequency_penalty": 0.5, "logprobs": 2}

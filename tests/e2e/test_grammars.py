@@ -18,7 +18,7 @@ from tests.batch.rig import codec, read_records, write_lines
 from tests.e2e.batch_process import batch_run
 
 LINES = 16
-TOKENS = 300
+TOKENS, PLAIN_TOKENS = 160, 60
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -47,6 +47,7 @@ def make_line(place: int) -> dict[str, Any]:
             line["max_tokens"] = rng.randrange(4, 20)
             return line | {"prompt": "The sea was", "structured_outputs": {"json": SCHEMA}}
         case _:
+            line["max_tokens"] = PLAIN_TOKENS
             return line | {"prompt": [rng.randrange(66, 4000) for _ in range(40)], "ignore_eos": True}
 
 

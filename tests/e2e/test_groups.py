@@ -43,6 +43,7 @@ from transport.nixl_fabric import is_available
 pytestmark = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
 slow = pytest.mark.slow
 LONG, SHORT = 40, 2
+MOST_TOKENS = 96
 SLOWLY = ("experts.main.max_bytes_per_step=16KiB",)
 """A slot of the bundled model in a dozen steps."""
 
@@ -115,13 +116,14 @@ async def test_experts_move_under_load_and_back(decode: int, width: int, least_s
     rng = random.Random(fresh_seed())
     ranks = range(1, decode + 1)
     async with open_grouped(
-        tmp_path / "log", decode=decode, sets=("experts.main.max_bytes_per_step=1MiB", "num_pages=96")
-    ) as cluster:
+        tmp_path / "log", decode=decode,
+        sets=("experts.main.max_bytes_per_step=1MiB", "experts.main.loads=250ms", "num_pages=96"),
+    ) as cluster:  # fmt: skip
         prompts = make_code_prompts(rng, 6)
-        await cluster.inner.learn(prompts, MAX_TOKENS)
+        await cluster.inner.learn(prompts, MOST_TOKENS)
         traffic = Traffic(cluster.inner, prompts, width)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(traffic.run)
+            nursery.start_soon(traffic.run, MOST_TOKENS)
             start = await cluster.ask_ranks(ranks)
             await cluster.wait_loads(100)
             old = await cluster.ask_ranks(ranks)

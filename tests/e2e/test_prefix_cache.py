@@ -134,7 +134,7 @@ def test_conversations_stay_with_their_rank_and_outlive_it(cold: Engine, two: En
     assert colder.cached < len(talk.turns[1].prompt)
     assert (after.cached, after.prefill) == (len(colder.prompt), colder.prefill)
     # Drained between turns: they go elsewhere, and come back to nothing that they had there before.
-    two.await_rank(lost, "ready")
+    two.wait(rf"rank\.ready rank={lost} .*generation=({generation + 1})")
     done = engine("drain", str(after.prefill), "--yes", "--dir", two.directory)
     assert done.returncode == 0, done.stderr
     moved = say(0, WORDS[4])

@@ -20,7 +20,7 @@ from tests.batch.rig import codec, read_records, write_lines
 from tests.e2e.batch_process import batch_run
 
 LINES = 32
-TOKENS = 48
+TOKENS = 24
 
 
 def make_body(place: int) -> dict[str, Any]:

@@ -146,6 +146,13 @@ def test_short_rows_have_a_split_for_each_tile(device):
 
 
 @pytest.mark.parametrize("programs", [1, 64])
+def test_a_window_alone_in_splits(programs, device):
+    """Rows of one, some and all splits, where a row with entries of the same position would have others."""
+    layer = make_layer([3, 30, 70, -1, 51], window=56, format="bf16", heads=3, seed=8, device=device)
+    check(layer, dataclasses.replace(SMALL, single=8, programs=programs))
+
+
+@pytest.mark.parametrize("programs", [1, 64])
 def test_all_visible_entries_in_splits(programs, device):
     """48 still channels are masked; rows of one, two and many splits, added by the programs or by the second kernel."""
     config = dataclasses.replace(SMALL, programs=programs)

@@ -165,10 +165,13 @@ def check_texts(requests: list[Request], checks: list[Check], eos: int) -> int:
     return ended
 
 
-async def test_texts_that_end_are_valid_and_are_the_same_alone_together_and_with_drafts(source: Source) -> None:
+@pytest.mark.parametrize("seeds", [(0, 1), (2, 3)], ids=str)
+async def test_texts_that_end_are_valid_and_are_the_same_alone_together_and_with_drafts(
+    source: Source, seeds: tuple[int, ...]
+) -> None:
     eos = source.shape.eos_token_id
     ended = total = 0
-    for seed in range(4):
+    for seed in seeds:
         requests, checks = make_requests(seed, 8)
         together = await answer(source, requests, [0])
         ended += check_texts(together.requests, checks, eos)

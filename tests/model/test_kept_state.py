@@ -32,7 +32,7 @@ class Case:
     ids: np.ndarray
 
 
-@pytest.fixture(scope="module", params=["nano", "v4.1", "v4 blocks", "v4 golden"])
+@pytest.fixture(scope="module", params=["v4.1", "v4 blocks", "nano", "v4 golden"])
 def case(request: pytest.FixtureRequest, golden: Callable[[str], Golden]) -> Case:
     if request.param == "nano":
         return Case(Source(*load_nano()), 64, np.array(text_ids()[:600], np.int64))

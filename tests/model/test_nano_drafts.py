@@ -34,7 +34,7 @@ def make_requests(eos: int) -> list[Request]:
     ]
     requests, used = [], 0
     for slab, (length, sampling) in enumerate(zip((1, 40, 63, 64, 100, 127), settings, strict=True)):
-        limit = 40
+        limit = 28
         count = -(-(length + limit) // PAGE)
         prompt = np.array(ids[97 * slab : 97 * slab + length], np.int64)
         requests.append(Request(slab, tuple(range(used, used + count)), prompt, sampling, limit))

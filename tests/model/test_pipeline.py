@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +22,11 @@ from engine.model.step_loading import load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
 from tests.model.paged_cases import small_v4_config, write_checkpoint
+from tests.model.test_step_model import DEVICES
 from transport.messages import Sampling
 
+CYCLES, SHORTEST_US = 400_000_000, 100_000
+"""What a GPU may be kept busy with, and how long that takes at least: none of them has a clock of 4 GHz."""
 GREEDY = Sampling()
 DRAWN = Sampling(temperature=0.8, seed=4)
 PAGES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -36,16 +40,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def loaded(checkpoint: Path) -> tuple[StepModel, DeviceInfo]:
+@pytest.fixture(params=DEVICES)
+def loaded(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[StepModel, DeviceInfo]:
     config = RankConfig(
         role="decode", model=str(checkpoint), device="cuda", fabric="nixl", page_tokens=16, max_model_tokens=64,
         num_pages=8, num_slabs=4, kv_dtype="float32", threads=1, replay_rows=0, config_digest="0",
         limits=Limits(decode_rows=4),
     )  # fmt: skip
-    return load_step_model(
-        config, lambda *_: None, torch.device("cpu"), poison=True, ops=reference_ops(), prompt_rows=(16,)
-    )
+    ops = None if request.param == "cuda" else reference_ops()
+    place = torch.device(request.param)
+    return load_step_model(config, lambda *_: None, place, poison=True, ops=ops, prompt_rows=(16,))
+
+
+def start(model: StepModel, info: DeviceInfo) -> TorchDevice:
+    gpu = model.arena.bytes.device.index
+    return TorchDevice(model, info, read_checksums=model.arena.read_checksums, gpu=gpu)
 
 
 async def fill(device: TorchDevice) -> list[int]:
@@ -114,7 +123,7 @@ async def test_steps_ahead_and_others_take_turns(
     texts = []
     for is_ahead in (True, False):
         model.arena.poison()
-        device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+        device = start(model, info)
         try:
             launched = 0
             assert device._pipeline is not None
@@ -137,7 +146,7 @@ async def test_steps_ahead_and_others_take_turns(
 
 async def test_a_step_that_can_not_be_launched_fails_in_its_turn(loaded: tuple[StepModel, DeviceInfo]) -> None:
     model, info = loaded
-    device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+    device = start(model, info)
     try:
         first = await fill(device)
         good = device.submit(rows(10, [20, 12], (GREEDY, GREEDY), first))
@@ -157,7 +166,7 @@ async def test_what_a_device_dies_of_is_told_to_all_that_is_under_way(
     loaded: tuple[StepModel, DeviceInfo], monkeypatch: pytest.MonkeyPatch, late: list[int]
 ) -> None:
     model, info = loaded
-    device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+    device = start(model, info)
     first = await fill(device)
 
     def die(*_: object) -> None:
@@ -183,7 +192,7 @@ async def test_what_a_look_dies_of_is_told(
 ) -> None:
     """The first to hear of a launched step's failure is whoever asks whether it has ended."""
     model, info = loaded
-    device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+    device = start(model, info)
     first = await fill(device)
 
     def die(_: Pipeline) -> bool:
@@ -206,10 +215,31 @@ async def test_a_chunk_is_told_once_its_pages_are_written(
     forward, settle = model.forward, model.settle
     monkeypatch.setattr(model, "forward", lambda *given: (done.append("forward"), forward(*given))[1])
     monkeypatch.setattr(model, "settle", lambda: (done.append("settle"), settle())[1])
-    device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+    device = start(model, info)
     chunk = PrefillChunk(0, 0, 0, memoryview(PROMPTS[0][:16].tobytes()), PAGES[0], sampling)
     await device.wait(device.submit(StepPlan(1, (chunk,), ())))
     assert done == ["forward", "settle"]
+    await device.aclose()
+
+
+@pytest.mark.parametrize("loaded", [DEVICES[1]], indirect=True)
+async def test_a_gpu_has_written_the_pages_of_a_chunk_that_is_told(
+    loaded: tuple[StepModel, DeviceInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, info = loaded
+    forward = model.forward
+
+    def forward_slowly(*given: Any) -> torch.Tensor:
+        logits = forward(*given)
+        torch.cuda._sleep(CYCLES)
+        return logits
+
+    monkeypatch.setattr(model, "forward", forward_slowly)
+    device = start(model, info)
+    chunk = PrefillChunk(0, 0, 0, memoryview(PROMPTS[0][:16].tobytes()), PAGES[0], None)
+    result = await device.wait(device.submit(StepPlan(1, (chunk,), ())))
+    assert torch.cuda.default_stream().query()
+    assert result.device_us > SHORTEST_US
     await device.aclose()
 
 
@@ -217,7 +247,7 @@ async def test_what_is_under_way_ends_before_the_device_closes(
     loaded: tuple[StepModel, DeviceInfo], late: list[int]
 ) -> None:
     model, info = loaded
-    device = TorchDevice(model, info, read_checksums=model.arena.read_checksums)
+    device = start(model, info)
     first = await fill(device)
     tickets = [
         device.submit(rows(10, [20, 12], (GREEDY, GREEDY), first)),

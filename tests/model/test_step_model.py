@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from engine.config import Limits, RankConfig
+from engine.errors import ConfigError
 from engine.model.kv import SPARE_ROWS
 from engine.model.ops import reference_ops
 from engine.model.rows import RowBatch
@@ -23,10 +25,10 @@ PROMPT_ROWS = (16, 48)
 """Longer than the tiny models' windows and groups, so that a step writes more rows than a slab's rings hold."""
 
 
-def open_model(directory: Path, *, device: str = "cpu") -> StepModel:
+def open_model(directory: Path, *, device: str = "cpu", kv_dtype: Literal["float32", "fp8"] = "float32") -> StepModel:
     config = RankConfig(
         role="decode", model=str(directory), device="cuda", fabric="nixl", page_tokens=16, max_model_tokens=320,
-        num_pages=60, num_slabs=6, kv_dtype="float32", threads=1, replay_rows=0, config_digest="0",
+        num_pages=60, num_slabs=6, kv_dtype=kv_dtype, threads=1, replay_rows=0, config_digest="0",
         limits=Limits(decode_rows=4),
     )  # fmt: skip
     on_gpu = device == "cuda"
@@ -154,3 +156,8 @@ def test_a_private_block_lies_behind_the_slabs(model: StepModel) -> None:
     assert window.rows == model.shape.window + max(PROMPT_ROWS) > records.layers[0].window.rows
     assert window.data >= records.slabs_at + records.num_slabs * records.slab_bytes
     assert records.layers[0].window.rows == model.shape.window + SPARE_ROWS
+
+
+def test_a_format_that_records_can_not_have_is_refused_by_its_key(oracle: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_dtype fp8, page_tokens 16: fp8 records need a multiple of 64 channels"):
+        open_model(oracle / "v4-tiny-fast", kv_dtype="fp8")
