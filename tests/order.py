@@ -29,6 +29,7 @@ FIRST = (
     "tests/e2e/test_sampling.py",
     "tests/model/test_grammars.py",
     "tests/e2e/test_prefix_cache.py",
+    "tests/e2e/test_hand_back.py",
     "tests/core/test_sides.py",
     "tests/actors/test_head_processes.py",
     "tests/kernels/test_experts.py",
