@@ -110,8 +110,7 @@ def test_a_decode_rank_that_dies_while_it_hands_back_leaves_nothing_behind(warm:
         else:  # after the last token, when the push may run
             say(warm, random_ids(rng, 300), 60, ignore_eos=True)
             os.kill(sink["pid"], signal.SIGKILL)
-        warm.wait(rf"rank\.start rank={sink['rank']} .*generation={sink['generation'] + 1}")
-        warm.await_rank(sink["rank"], "ready")
+        warm.wait(rf"rank\.ready rank={sink['rank']} .*generation={sink['generation'] + 1}")
     warm.await_idle()
     assert count_turns(warm, "granted") > granted, "no offer was heard"
     snapshot = warm.ranks()[source["rank"]]["snapshot"]
