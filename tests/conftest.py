@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,10 @@ from tests.thinned import CASES, choose
 
 # Before workers of a parallel run start: what they are parametrised with has to be the same in all of them.
 os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30)))
+# Where there is no GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is declared, so it is set
+# before any test's file, of whatever folder, imports one.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

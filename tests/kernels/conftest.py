@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-
-# Read by triton when a kernel is declared, so before any module of kernels is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +33,7 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def loops_to_a_loaded_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter turns a loop's bound into an int as numpy no longer allows: it is an array of one."""
-    # Here, since the variable above has to be set before.
+    # Here, since the variable that `tests/conftest.py` sets has to be set before.
     import triton.runtime.interpreter as interpreter
 
     patch = interpreter._patch_lang_tensor
