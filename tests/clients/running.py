@@ -80,7 +80,7 @@ class Client:
         self.bin = ROOT / ".clients" / name / "bin"
         self._place = place
         if not self.bin.is_dir():
-            pytest.skip(f".clients/{name} is not there: make clients")
+            pytest.skip(f".clients/{name} is not there: make clients CLIENTS={name}")
 
     def _environment(self, scratch: str) -> dict[str, str]:
         # Hubs are at a port where nobody listens: what wants to download something fails at once.

@@ -142,7 +142,7 @@ def make_prompts(rng: random.Random, count: int = 6, longest: int = 320) -> list
 
 
 async def run_fault(
-    cluster: FaultyCluster, fault: Fault, prompts: list[list[int]], rng: random.Random, *, tries: int = 10
+    cluster: FaultyCluster, fault: Fault, prompts: list[list[int]], rng: random.Random, *, tries: int = 30
 ) -> Outcome:
     """Plays loads until the fault struck, and on to the end: answers right, memory free, all ranks back.
 
