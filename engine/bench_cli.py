@@ -220,7 +220,7 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
 
     from engine.bench.cases import gather_cases
     from engine.bench.rig import StepOptions
-    from engine.bench.step import describe_run, measure_asked
+    from engine.bench.step import describe_run, is_sound, measure_asked
 
     for case in options["cases"]:
         if not isinstance(case, str):
@@ -238,7 +238,7 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
     )
     record = measure_asked(asked, ["engine", *sys.argv[1:]], _teller(options), is_group=options["dep"] is not None)
     _end(record, "\n".join(describe_run(run) for run in record["runs"]), options)
-    return int(any("error" in run for run in record["runs"]))
+    return int(not all(map(is_sound, record["runs"])))
 
 
 def _refuse_device(config: ClusterConfig) -> None:

@@ -1,7 +1,7 @@
 """Graph: a step captured once as a CUDA graph and replayed, one for each size of step.
 
-The step's inputs are its static buffers, so a replay computes whatever the host put there. Graphs share one memory
-pool: what a step allocates in between is the same memory in all of them, and steps run one after another.
+The step's inputs are its static buffers, so a replay computes whatever the host put there. Graphs may share a
+memory pool, since steps run one after another: what a step allocates in between is the same memory in all of them then.
 """
 
 from __future__ import annotations
