@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import tempfile
 import time
 import uuid
@@ -28,7 +29,7 @@ from engine.settings import resolve_config
 from tests.e2e.batch_process import MARK, Growing, find_left, processes_of
 from tests.e2e.requester import POLL_S, Book, make_row
 from transport.errors import PeerGone
-from transport.messages import StatusReport
+from transport.messages import ResetCache, StatusReport
 from transport.unix import open_unix_stream
 
 SETTLE_S = 40.0
@@ -109,6 +110,11 @@ class FaultyCluster:
         raise AssertionError(f"not idle, or memory is not free: {report}\n{self.said()[-6000:]}")
 
     # ------------------------------------------------------------ what is done
+
+    async def forget(self) -> None:
+        """Empties the prefix caches, so that what was computed before is computed again, chunk by chunk."""
+        async with open_operator(str(Path(self._inner.requests_path).with_name("admin.sock"))) as head:
+            await head.ask_act(ResetCache(host=socket.gethostname(), reason="prompts are to be in work for long"))
 
     async def arm(self, *orders: dict[str, Any]) -> list[int]:
         """Tells the saboteurs what to do next, instead of what they were told before; returns the orders' numbers.
