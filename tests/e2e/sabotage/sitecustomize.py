@@ -89,6 +89,8 @@ class Saboteur:
 
     def begins_write(self):
         """A write is about to be posted: all checks are behind it. True if this process was stopped meanwhile."""
+        if self.side != "prefill":
+            return False  # a finished turn on its way back: no hand-off
         request = self.writes.popleft()
         struck = False
         for fault in self.armed():
