@@ -50,7 +50,7 @@ from transport.wire import Frame
 
 PREFILL, DECODE = 0, 1
 COMPLETE_S = 120.0
-"""No batch of requests in these tests takes longer; one that does hangs."""
+"""From the end of one request to that of the next: if nothing ends for so long, it hangs."""
 
 
 class OneListener(trio.abc.Listener[trio.abc.Stream]):
@@ -131,8 +131,8 @@ class Duo:
             start = StartPrefill(number, 1, DECODE, 0, sampling, 0)
             self.seats[PREFILL].frames.post(start, array("i", request.prompt).tobytes())
             self.seats[DECODE].frames.post(ReservePages(number, 1, PREFILL, len(request.prompt), 0, sampling))
-        with trio.fail_after(COMPLETE_S):
-            for request in requests:
+        for request in requests:
+            with trio.fail_after(COMPLETE_S):
                 await request.done.wait()
 
     def on_message(self, seat: Seat, message: Message, blob: memoryview) -> None:
