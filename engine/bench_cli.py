@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIST_LIMIT = 4096
 """A longer list of numbers is a mistake."""
 ON_CPU = ("rows", "context", "steps", "prefill")
-ON_CUDA = ("shapes", "iters", "routing", "as_rank_of", "dep", "records")
+ON_CUDA = ("shapes", "iters", "routing", "as_rank_of", "dep", "records", "layers")
 """Options of `engine bench forward` that one kind of device only has."""
 
 
@@ -94,6 +94,8 @@ def bench() -> None:
     show_default=True,
     help="cuda: format of what is kept of a sequence.",
 )
+@click.option("--layers", type=click.IntRange(1), help="cuda: only the model's first ones.")
+@click.option("--served", is_flag=True, help="Each case also as the loop of a decode rank runs it.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
 @click.option("--quiet", is_flag=True, help="Nothing but the record.")
 @click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
@@ -103,7 +105,8 @@ def bench() -> None:
 def forward(ctx: click.Context, /, given: int | None, **options: Any) -> int:
     """The model's decode step, in this process, with no runtime around it; and how fast it reads prompts.
 
-    With --device cuda: its step on a GPU, with dummy weights of --model: v4-flash, a config.json or its folder.
+    With --device cuda: its step on a GPU, with dummy weights of --model: v4-flash, v4.1-flash, a
+    config.json or its folder.
     """
     if options["device"] == "cuda":
         _refuse_given(ctx, ON_CPU, "--device cuda has none")
@@ -128,8 +131,9 @@ def forward(ctx: click.Context, /, given: int | None, **options: Any) -> int:
     if not cases and not options["prefill"]:
         raise click.UsageError("nothing to measure: --rows and --prefill are empty")
     record = _begin("forward", config, options, ("rows", "context", "steps", "cases", "prefill", "samples", "seed"))
+    bare = open_bare_model(config)
     record |= measure_forward(
-        open_bare_model(config),
+        bare,
         cases,
         options["prefill"],
         samples=options["samples"],
@@ -137,6 +141,10 @@ def forward(ctx: click.Context, /, given: int | None, **options: Any) -> int:
         seed=options["seed"],
         tell=_teller(options),
     )
+    if options["served"]:
+        from engine.bench.served_cpu import add_served
+
+        add_served(record, config, bare, cases, samples=options["samples"], seed=options["seed"], tell=_teller(options))
     _end(record, forward_table(record), options)
     return 0
 
@@ -192,19 +200,50 @@ def serve(**options: Any) -> int:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose memory.")
 @click.option("--pages", type=Numbers(), default="32,512", show_default=True, help="Pages of a request.")
 @click.option("--samples", type=click.IntRange(1, 1000), default=7, show_default=True, help="Pushes of each kind.")
+@click.option(
+    "--while-prefill", is_flag=True, help="A prefill rank computes prompts of so many pages, and pushes them meanwhile."
+)
+@click.option("--model", metavar="NAME", help="Of that rank: nano or a checkpoint; cuda: as of engine bench forward.")
+@click.option("--layers", type=click.IntRange(1), help="cuda: only its first ones.")
+@click.option("--chunk", type=click.IntRange(1), default=2048, show_default=True, help="Ids of a chunk of a prompt.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of where pages lie.")
 @click.option("--quiet", is_flag=True, help="Nothing but the record.")
 @click.option("--output-json", metavar="FILE", help="Write the record there; - is stdout.")
 @click.help_option("-h", "--help")
-def bench_link(**options: Any) -> int:
-    """Pushes between two processes by NIXL, pages of V4-Flash's size: time, rate, posting."""
-    from engine.bench.link import LinkOptions, describe_push, measure_link
+@click.pass_context
+def bench_link(ctx: click.Context, /, **options: Any) -> int:
+    """Pushes between two processes by NIXL, pages of V4-Flash's size: time, rate, posting.
 
+    With --while-prefill: of a model's prompts, while they are computed, and once they are.
+    """
     if not options["pages"]:
         raise click.UsageError("--pages is empty; write 32,512")
+    if options["while_prefill"]:
+        return _measure_pushing(options)
+    _refuse_given(ctx, ("model", "layers", "chunk"), "needs --while-prefill")
+    from engine.bench.link import LinkOptions, describe_push, measure_link
+
     asked = LinkOptions(options["device"], options["pages"], samples=options["samples"], seed=options["seed"])
     record = measure_link(asked, ["engine", *sys.argv[1:]], _teller(options))
     _end(record, "\n".join(describe_push(run) for run in record["runs"]), options)
+    return int(not all(run["arrived"] for run in record["runs"]))
+
+
+def _measure_pushing(options: dict[str, Any]) -> int:
+    from engine.bench.pushing import PushingOptions, describe_pushing, measure_pushing
+
+    default = "v4-flash" if options["device"] == "cuda" else "nano"
+    asked = PushingOptions(
+        device=options["device"],
+        model=options["model"] or default,
+        layers=options["layers"],
+        pages=options["pages"],
+        chunk=options["chunk"],
+        samples=options["samples"],
+        seed=options["seed"],
+    )
+    record = measure_pushing(asked, ["engine", *sys.argv[1:]], _teller(options))
+    _end(record, "\n".join(describe_pushing(run) for run in record["runs"]), options)
     return int(not all(run["arrived"] for run in record["runs"]))
 
 
@@ -235,6 +274,8 @@ def _measure_on_cuda(options: dict[str, Any]) -> int:
         ranks=options["dep"] or options["as_rank_of"],
         records=options["records"],
         seed=options["seed"],
+        layers=options["layers"],
+        served=options["served"],
     )
     record = measure_asked(asked, ["engine", *sys.argv[1:]], _teller(options), is_group=options["dep"] is not None)
     _end(record, "\n".join(describe_run(run) for run in record["runs"]), options)

@@ -119,6 +119,7 @@ async def _run_head(
             command,
             {
                 "rank": rank,
+                "place": config.place_of(rank),
                 "generation": generation,
                 "parent": os.getpid(),
                 "socket": directory.rank_socket(rank, generation),
@@ -253,7 +254,10 @@ async def _run_rank(control: int, given: dict[str, Any], config: RankConfig) -> 
 
             # Its tickets are its own; whoever holds one got it from this device.
             mesh_address = f"{given['socket']}.mesh" if config.group > 1 else ""
-            return cast(Device, await open_torch_device(config, report, mesh_address=mesh_address, rank=rank))
+            device = await open_torch_device(
+                config, report, mesh_address=mesh_address, rank=rank, place=given["place"]
+            )
+            return cast(Device, device)
 
         async def open_fabric() -> Fabric:
             # The fabric's own tasks live here, around the rank's, so they may end in any order.

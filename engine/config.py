@@ -327,6 +327,11 @@ class ClusterConfig:
         """Whether prefill ranks have a prefix cache. What `replay_rows` leaves out is missing in what it would keep."""
         return self.prefix_cache and not self.replay_rows
 
+    def place_of(self, rank: int) -> int:
+        """The place of a rank among the members of its group."""
+        pool = self.pool_of(rank)
+        return pool.ranks.index(rank) % pool.group
+
     def rank_config(self, rank: int) -> RankConfig:
         """What the process of `rank` is given."""
         return RankConfig(

@@ -102,7 +102,7 @@ def _look_at_torch(facts: dict[str, Any]) -> list[Finding]:
     findings = [Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")]
     if gpus:
         names = ", ".join(f"{gpu['name']} {gpu['memory_bytes'] / 2**30:.0f} GiB" for gpu in gpus)
-        findings.append(Finding("gpus", "ok", f'{names}; device = "cuda" runs V4 models'))
+        findings.append(Finding("gpus", "ok", f'{names}; device = "cuda" runs models on them'))
     else:
         findings.append(Finding("gpus", "ok", "none; ranks compute on the CPU"))
     return findings

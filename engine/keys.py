@@ -161,7 +161,7 @@ KEYS: tuple[Key, ...] = (
         "device",
         "choice",
         "cpu",
-        "Kind of device of a rank: cpu, cuda (V4 models; ranks take the host's GPUs in turn), or sim: a whole rack"
+        "Kind of device of a rank: cpu, cuda (ranks take the host's GPUs in turn), or sim: a whole rack"
         " pretended in one process.",
         choices=("cpu", "cuda", "sim"),
     ),

@@ -14,7 +14,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,11 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         return _derive_rack(values, origins, problems, problem)
     pools = _derive_pools(values, problem)
     on_gpu = values["device"] == "cuda"
+    if on_gpu and values["model"] == NANO:
+        derive("kv_dtype", "bfloat16", "device is cuda, and nano's entries are too narrow for fp8")
     derive("kv_dtype", "fp8" if on_gpu else "float32", f"device is {values['device']}")
     if on_gpu:
-        _check_gpu(values, pools, problem)
+        _check_gpu(values, problem)
         derive("draft.tokens", 0, "device is cuda")
     else:
         for name, value in (("kv_dtype", "fp8"), ("load_format", "dummy")):
@@ -249,8 +251,6 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         problem("model", str(error))
     else:
         vocab_size = facts.vocab_size
-        if on_gpu and not facts.is_v4:
-            problem("device", "'cuda' runs V4 models, and this is a V4.1 model; use 'cpu'")
         _derive_drafts(values, facts.max_drafts, derive, problem)
         derive("max_model_tokens", min(facts.max_length, 8192), f"the model's {facts.max_length}, at most 8192")
         if values["max_model_tokens"] > facts.max_length:
@@ -332,11 +332,8 @@ def _derive_rack(
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 
 
-def _check_gpu(values: Mapping[str, Any], pools: Sequence[PoolConfig], problem: Callable[[str, str], None]) -> None:
+def _check_gpu(values: Mapping[str, Any], problem: Callable[[str, str], None]) -> None:
     """What a rank on a GPU can not do yet is refused by name."""
-    for name, pool in zip(("prefill", "decode"), pools, strict=True):
-        if pool.group > 1:
-            problem(f"pools.{name}.group", 'on device = "cuda" each rank has all experts; write group = 1')
     if values["draft.tokens"]:
         problem("draft.tokens", f'on device = "cuda" nothing is drafted; write 0, not {values["draft.tokens"]}')
     if values["replay_rows"]:

@@ -47,8 +47,9 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp8": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How programs are cut. `keys`, `spread`, `single` and `partials` change how a row's sums are rounded, so they may
-    not follow the number of rows; the others change no bit of the result.
+    """How programs are cut. `keys`, `spread`, `single` and `partials` change how a row's sums are rounded, and so does
+    `heads` below 64, where another matrix instruction is taken (measured): they may not follow the number of rows. The
+    others change no bit of the result.
 
     Attributes:
         heads: of a program, a power of two of at least 16.

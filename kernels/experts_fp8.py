@@ -31,6 +31,8 @@ STAGE = 256
 """Columns of a stage: 128 bytes of each weight row, which is what shared memory swizzles."""
 BLOCK = 64
 """Channels of the hidden layer that share a scale of the split."""
+MOST_PAIRS_KNOWN = 64
+"""Pairs of a step up to which each program of the products finds the tiles itself, where kernels are launched early."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,31 @@ def choose_config(rows: int) -> Config:
     return Config() if rows <= 256 else Config(tile=16, stages=3, programs=3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """Sizes of the programs that split x.
+
+    Attributes:
+        rows: of x in a program.
+        part: columns of these.
+        warps: of a program.
+        registers: that a thread may have; None for as many as it likes.
+    """
+
+    rows: int
+    part: int
+    warps: int
+    registers: int | None = None
+
+
+def choose_grouping(rows: int, hidden: int) -> Grouping:
+    """By rows of a step. Few: programs that end soon. Many: no more counting of pairs than there is room for."""
+    if rows <= 16:
+        return Grouping(1, math.gcd(hidden, 1024), 4)
+    part = math.gcd(hidden, 4096)
+    return Grouping(1, part, 8) if rows <= 128 else Grouping(triton.cdiv(rows, 256), part, 8, 80)
+
+
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
@@ -97,7 +124,7 @@ def multiply(
     config: Config, *, early: bool,
 ) -> Tensor:  # fmt: skip
     """float32[rows, places, hidden]: see `kernels.experts.multiply_pairs`, and `Config` there for `early`."""
-    tile = config.tile
+    tile, half = config.tile, config.rows // 2
     rows, hidden = x.shape
     places, experts = ids.shape[1], expert_to_slot.shape[0]
     width, device = slots.up.shape[1] // 2, x.device
@@ -112,25 +139,28 @@ def multiply(
     inner = torch.empty((most * width // 32, tile, 64), dtype=torch.uint8, device=device)
     inner_scale = torch.empty((most, width // BLOCK, tile), dtype=torch.float32, device=device)
     partial = torch.empty((rows, places, hidden), dtype=torch.float32, device=device)
-    part = math.gcd(hidden, 1024)
-    group_tiles_kernel[(experts + rows * hidden // part,)](
-        x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, count, experts, x.stride(0),
-        HIDDEN=hidden, PART=part, PLACES=places, TILE=tile, MAX_HIDDEN=triton.next_power_of_2(hidden),
-        MAX_PAIRS=triton.next_power_of_2(count), MAX_EXPERTS=triton.next_power_of_2(experts),
-        MAX_TILES=triton.next_power_of_2(triton.cdiv(rows, tile)), EARLY=early, launch_pdl=early,
+    programs = min(most * (width // half), _multiprocessors(device) * config.programs)
+    knows = early and rows <= tile and count <= MOST_PAIRS_KNOWN
+    own_items = min(programs, _multiprocessors(device)) if knows else 0
+    grouping = choose_grouping(rows, hidden)
+    group_tiles_kernel[(experts + triton.cdiv(rows, grouping.rows) * hidden // grouping.part,)](
+        x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, own_items, count, experts, x.stride(0),
+        HIDDEN=hidden, PART=grouping.part, EACH=grouping.rows, PLACES=places, TILE=tile,
+        MAX_HIDDEN=triton.next_power_of_2(hidden), MAX_PLACES=triton.next_power_of_2(places * grouping.rows),
+        MAX_PAIRS=max(triton.next_power_of_2(count), 32 * grouping.warps),
+        MAX_EXPERTS=triton.next_power_of_2(experts), MAX_TILES=triton.next_power_of_2(triton.cdiv(rows, tile)),
+        EARLY=early, launch_pdl=early, num_warps=grouping.warps, maxnreg=grouping.registers,
     )  # fmt: skip
     split_layout, word_layout = gl.NVMMASharedLayout(64, 8, 3), gl.NVMMASharedLayout(128, 8, 4)
-    half = config.rows // 2
     box = [1, 2, half, STAGE // 2]
-    items = most * (width // half)
-    multiply_tiles_kernel[(min(items, _multiprocessors(device) * config.programs),)](
+    multiply_tiles_kernel[(programs,)](
         TensorDescriptor.from_tensor(slots.up.unflatten(1, (2, width)), box, word_layout),
         TensorDescriptor.from_tensor(split, [8, tile, 64], split_layout), slots.up_scale.view(torch.int32), split_scale,
         TensorDescriptor.from_tensor(slots.down.unflatten(1, (-1, half)), box, word_layout), slots.down,
         TensorDescriptor.from_tensor(inner, [8, tile, 64], split_layout), inner, slots.down_scale.view(torch.int32),
-        inner_scale, weights, pairs, tiles, progress, partial, slots.up_scale.stride(0) // 4, slots.down.stride(0),
-        slots.down_scale.stride(0) // 4, clamp, HIDDEN=hidden, WIDTH=width, TILE=tile, ROWS=config.rows,
-        STAGES=config.stages, EARLY=early, launch_pdl=early, num_warps=config.warps,
-        maxnreg=config.registers,
+        inner_scale, weights, ids, expert_to_slot, pairs, tiles, progress, partial, slots.up_scale.stride(0) // 4,
+        slots.down.stride(0), slots.down_scale.stride(0) // 4, clamp, count if knows else 0, own_items, HIDDEN=hidden,
+        WIDTH=width, TILE=tile, ROWS=config.rows, STAGES=config.stages, MAX_PAIRS=MOST_PAIRS_KNOWN, HEAD=knows,
+        EARLY=early, launch_pdl=early, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return partial

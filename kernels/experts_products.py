@@ -23,6 +23,27 @@ def _wait_for_kernel_before(EARLY: gl.constexpr):
 
 
 @gluon.jit
+def _tiles_of(ids, expert_to_slot, pair_count, MAX_PAIRS: gl.constexpr):
+    """(tile, slot, number of tiles) where no expert has more than one; of pairs that are not an expert's first, slot 0.
+
+    In order of experts, as `kernels.experts_tiles` has them.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, MAX_PAIRS // 4], [8, 4], [WARPS, 1], [1, 0])
+    DOWN: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    ACROSS: gl.constexpr = gl.SliceLayout(0, SQUARE)
+    i = gl.arange(0, MAX_PAIRS, DOWN)
+    j = gl.arange(0, MAX_PAIRS, ACROSS)
+    own = gl.load(ids + i, mask=i < pair_count, other=-1)
+    other = gl.load(ids + j, mask=j < pair_count, other=-1)
+    slot = gl.load(expert_to_slot + own, mask=own >= 0, other=-1)
+    earlier = ((other[None, :] == own[:, None]) & (j[None, :] < i[:, None])).to(gl.int32)
+    is_first = ((slot >= 0) & (gl.sum(earlier, 1) == 0)).to(gl.int32)
+    lower = gl.where(other[None, :] < own[:, None], gl.convert_layout(is_first, ACROSS)[None, :], 0)
+    return gl.sum(lower, 1), slot * is_first, gl.sum(is_first, 0)
+
+
+@gluon.jit
 def _fetch_words(
     data, bars, words, stage, slot, block, k, wanted, TILE: gl.constexpr, ROWS: gl.constexpr, UP: gl.constexpr
 ):
@@ -65,13 +86,14 @@ def _await_tile(ready, wanted, data, slot, data_stride, block, ROW_BYTES: gl.con
 @gluon.jit
 def _multiply_items(
     item, stage, phase, start, count, next_one, bars, words4, rows3, data, data_bytes, data_stride, split, scale,
-    scale_stride, split_scale, weights, pairs, tiles, ready, out, out_scale, clamp,
+    scale_stride, split_scale, weights, pairs, tiles, ready, out, out_scale, clamp, head_slot,
     COLUMNS: gl.constexpr, OUT: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    UP: gl.constexpr,
+    UP: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Takes items as long as they are of this projection: number start and on are blocks of ROWS weight rows of tiles.
 
-    Returns the first item that is not, and where in the ring of stages the program is.
+    Returns the first item that is not, and where in the ring of stages the program is. HEAD: the first item is of slot
+    `head_slot`, and its weights are asked for before the kernel in front has ended.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TILE, 32])
     WORDS: gl.constexpr = word_layout(ROWS, gl.num_warps())
@@ -86,11 +108,17 @@ def _multiply_items(
     tile = gl.minimum(item - start, count * BLOCKS - 1) // BLOCKS
     slot = gl.to_tensor(0)
     if item < end:
-        slot = gl.load(tiles + tile * 2)
+        if HEAD:
+            slot = head_slot
+        else:
+            slot = gl.load(tiles + tile * 2)
         for k in gl.static_range(STAGES - 1):
             _fetch_words(
                 data, bars, words4, (stage + k) % STAGES, slot, (item - start) % BLOCKS, k, True, TILE, ROWS, UP
             )
+    if HEAD:
+        _wait_for_kernel_before(EARLY)
+    if item < end:
         if not UP:
             _await_tile(ready + tile, READY, data_bytes, slot, data_stride, (item - start) % BLOCKS, COLUMNS // 2, ROWS)
         for k in gl.static_range(STAGES - 1):
@@ -166,10 +194,11 @@ def _multiply_items(
 
 @gluon.jit
 def multiply_tiles_kernel(
-    up, split, up_scale, split_scale, down, down_bytes, inner, inner_bytes, down_scale, inner_scale, weights, pairs,
-    tiles, progress, out, up_scale_stride, down_stride, down_scale_stride, clamp,
+    up, split, up_scale, split_scale, down, down_bytes, inner, inner_bytes, down_scale, inner_scale, weights, ids,
+    expert_to_slot, pairs, tiles, progress, out, up_scale_stride, down_stride, down_scale_stride, clamp, pair_count,
+    own_items,
     HIDDEN: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    MAX_PAIRS: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Products of all tiles with their experts' up projections, gated and split, and then with their down projections.
 
@@ -181,25 +210,38 @@ def multiply_tiles_kernel(
     tiles' groups, and inner's bytes. split_scale: float32[tiles, TILE]. inner_scale: float32[tiles, WIDTH / 64, TILE].
     progress: int32[2 + tiles], tiles, the next item, and of each tile how many items of its up projection are done.
     out: float32[pairs, HIDDEN], times the pair's weight.
+    HEAD: no expert has more than one tile, and programs know which there are from `ids`, which the kernel in front does
+    not write, but one before it. The first `own_items` programs take the item of their own number, and ask for its
+    weights before that kernel has ended. They are as many as multiprocessors at most: one that has no room yet leaves a
+    multiprocessor without any other, so those that wait for its item wait for other kernels' ends only.
     """
     words4 = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, 2, ROWS // 2, 128], gl.NVMMASharedLayout(128, 8, 4))
     rows3 = gl.allocate_shared_memory(gl.uint8, [STAGES, 8, TILE, 64], gl.NVMMASharedLayout(64, 8, 3))
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
-    _wait_for_kernel_before(EARLY)
-    count = gl.load(progress)
-    item = gl.atomic_add(progress + 1, 1, sem="relaxed", scope="gpu")
+    slot = gl.to_tensor(0)
+    if HEAD:
+        numbers, slots, count = _tiles_of(ids, expert_to_slot, pair_count, MAX_PAIRS)
+        item = gl.program_id(0)
+        if item >= own_items:
+            _wait_for_kernel_before(EARLY)
+            item = gl.atomic_add(progress + 1, 1, sem="relaxed", scope="gpu")
+        slot = gl.sum(gl.where(numbers == item // (WIDTH // (ROWS // 2)), slots, 0), 0)
+    else:
+        _wait_for_kernel_before(EARLY)
+        count = gl.load(progress)
+        item = gl.atomic_add(progress + 1, 1, sem="relaxed", scope="gpu")
     zero = gl.to_tensor(0)
     item, stage, phase = _multiply_items(
         item, zero, zero, zero, count, progress + 1, bars, words4, rows3, up, down_bytes, down_stride, split, up_scale,
-        up_scale_stride, split_scale, weights, pairs, tiles, progress + 2, inner_bytes, inner_scale, clamp,
-        HIDDEN, WIDTH, TILE, ROWS, STAGES, True,
+        up_scale_stride, split_scale, weights, pairs, tiles, progress + 2, inner_bytes, inner_scale, clamp, slot,
+        HIDDEN, WIDTH, TILE, ROWS, STAGES, True, HEAD, EARLY,
     )  # fmt: skip
     _multiply_items(
         item, stage, phase, count * (WIDTH // (ROWS // 2)), count, progress + 1, bars, words4, rows3, down, down_bytes,
         down_stride, inner, down_scale, down_scale_stride, inner_scale, weights, pairs, tiles, progress + 2, out,
-        inner_scale, clamp, WIDTH, HIDDEN, TILE, ROWS, STAGES, False,
+        inner_scale, clamp, slot, WIDTH, HIDDEN, TILE, ROWS, STAGES, False, False, False,
     )  # fmt: skip
 
 

@@ -17,69 +17,92 @@ import triton.language as tl
 
 @triton.jit
 def group_tiles_kernel(
-    x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, pair_count, experts, x_stride,
-    HIDDEN: tl.constexpr, PART: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr, MAX_HIDDEN: tl.constexpr,
-    MAX_PAIRS: tl.constexpr, MAX_EXPERTS: tl.constexpr, MAX_TILES: tl.constexpr, EARLY: tl.constexpr,
+    x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, first_item, pair_count, experts, x_stride,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
+    MAX_HIDDEN: tl.constexpr, MAX_PLACES: tl.constexpr, MAX_PAIRS: tl.constexpr, MAX_EXPERTS: tl.constexpr,
+    MAX_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program e < experts lists expert e's tiles; each program after those splits PART columns of one row.
+    """Program e < experts lists expert e's tiles; each program after those splits PART columns of EACH rows.
 
     x: bf16[R, HIDDEN]. ids: int32[pair_count]. pairs: int32[tiles, TILE]. tiles: int32[tiles, 2], slot and pairs.
-    progress: int32[2 + tiles], tiles and then zeros. split: uint8, tiles of x. split_scale: float32[tiles, TILE].
-    Every program counts the pairs of all experts for itself, which costs less than a launch in between.
+    progress: int32[2 + tiles], tiles, `first_item`, zeros. split: uint8, tiles of x. split_scale: float32[tiles, TILE].
+    MAX_PAIRS: at least one for each thread: a histogram counts what several threads hold several times.
+    Programs count the pairs of all experts for themselves, which costs less than a launch in between; one that has no
+    pairs of its expert, or no row with an expert that is here, leaves before.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     index = tl.arange(0, MAX_PAIRS)
-    expert = tl.load(ids + index, mask=index < pair_count, other=-1)
     number = tl.arange(0, MAX_EXPERTS)
+    # All that does not hang on other loads is asked for at once.
+    expert = tl.load(ids + index, mask=index < pair_count, other=-1)
     slots = tl.load(expert_to_slot + number, mask=number < experts, other=-1)
-    counts = tl.histogram(tl.maximum(expert, 0), MAX_EXPERTS, mask=expert >= 0)
-    cut = tl.where(slots >= 0, (counts + TILE - 1) // TILE, 0)
     if program < experts:
-        start = tl.sum(tl.where(number < program, cut, 0), 0)
         slot = tl.load(expert_to_slot + program)
-        mine = (expert == program) & (slot >= 0)
-        place = tl.cumsum(mine.to(tl.int32), 0) - 1
-        count = tl.sum(mine.to(tl.int32), 0)
-        tl.store(pairs + start * TILE + place, index, mask=mine)
-        tile = tl.arange(0, MAX_TILES)
-        used = tile * TILE < count
-        entry = tiles + (start + tile) * 2
-        tl.store(entry, tl.full((MAX_TILES,), 0, tl.int32) + slot, mask=used)
-        tl.store(entry + 1, tl.minimum(count - tile * TILE, TILE), mask=used)
-        tl.store(progress + 2 + start + tile, tl.full((MAX_TILES,), 0, tl.int32), mask=used)
-        if program == 0:
-            tl.store(progress, tl.sum(cut, 0))
-            tl.store(progress + 1, 0)
+        is_mine = (expert == program) & (slot >= 0)
+        count = tl.sum(is_mine.to(tl.int32), 0)
+        if (count > 0) | (program == 0):
+            cut = _cut(expert, slots, TILE, MAX_EXPERTS)
+            start = tl.sum(tl.where(number < program, cut, 0), 0)
+            place = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+            tl.store(pairs + start * TILE + place, index, mask=is_mine)
+            tile = tl.arange(0, MAX_TILES)
+            used = tile * TILE < count
+            entry = tiles + (start + tile) * 2
+            tl.store(entry, tl.full((MAX_TILES,), 0, tl.int32) + slot, mask=used)
+            tl.store(entry + 1, tl.minimum(count - tile * TILE, TILE), mask=used)
+            tl.store(progress + 2 + start + tile, tl.full((MAX_TILES,), 0, tl.int32), mask=used)
+            if program == 0:
+                tl.store(progress, tl.sum(cut, 0))
+                tl.store(progress + 1, first_item)
     else:
         parts: tl.constexpr = HIDDEN // PART
-        row = (program - experts) // parts
         part = (program - experts) % parts
+        first = (program - experts) // parts * EACH
         column = tl.arange(0, MAX_HIDDEN)
-        whole = tl.load(x + row * x_stride + column, mask=column < HIDDEN, other=0.0)
-        largest = tl.max(whole.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        factor, scale = split_factors(largest)
-        value = tl.load(x + row * x_stride + part * PART + tl.arange(0, PART)).to(tl.float32) * factor
-        # Words of the weights are eight columns: the even ones of a word make one word of a tile, the odd ones another.
-        value = tl.permute(tl.reshape(value, (PART // 8, 4, 2)), (0, 2, 1))
-        high = value.to(tl.float8e4nv)
-        low = (value - high.to(tl.float32)).to(tl.float8e4nv)
-        word = part * (PART // 8) + tl.arange(0, PART // 8)
-        at = (word // 4 * (TILE * 64) + word % 4 * 4)[:, None, None] + (tl.arange(0, 2) * 16)[None, :, None]
-        at = at + tl.arange(0, 4)[None, None, :]
-        for p in tl.static_range(PLACES):
-            pair = row * PLACES + p
-            own = tl.load(ids + pair)
-            slot = tl.load(expert_to_slot + own, mask=own >= 0, other=-1)
-            if slot >= 0:
-                place = tl.sum(((expert == own) & (index < pair)).to(tl.int32), 0)
-                tile = tl.sum(tl.where(number < own, cut, 0), 0) + place // TILE
-                target = split + tile.to(tl.int64) * (HIDDEN * 2 * TILE) + place % TILE * 64 + at
-                tl.store(target, high.to(tl.uint8, bitcast=True))
-                tl.store(target + 32, low.to(tl.uint8, bitcast=True))
-                tl.store(split_scale + tile * TILE + place % TILE, scale, mask=part == 0)
+        first_row = tl.load(x + first * x_stride + column, mask=column < HIDDEN, other=0.0)
+        place = first * PLACES + tl.arange(0, MAX_PLACES)
+        chosen = tl.load(ids + place, mask=(place < first * PLACES + EACH * PLACES) & (place < pair_count), other=-1)
+        is_here = tl.load(expert_to_slot + chosen, mask=chosen >= 0, other=-1) >= 0
+        if tl.sum(is_here.to(tl.int32), 0) > 0:
+            cut = _cut(expert, slots, TILE, MAX_EXPERTS)
+            for i in tl.static_range(EACH):
+                row = first + i
+                if row * PLACES < pair_count:
+                    if i == 0:
+                        whole = first_row
+                    else:
+                        whole = tl.load(x + row * x_stride + column, mask=column < HIDDEN, other=0.0)
+                    largest = tl.max(whole.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+                    factor, scale = split_factors(largest)
+                    value = tl.load(x + row * x_stride + part * PART + tl.arange(0, PART)).to(tl.float32) * factor
+                    # Words of the weights are eight columns: the even ones of a word make one word of a tile, the odd
+                    # ones another.
+                    value = tl.permute(tl.reshape(value, (PART // 8, 4, 2)), (0, 2, 1))
+                    high = value.to(tl.float8e4nv)
+                    low = (value - high.to(tl.float32)).to(tl.float8e4nv)
+                    word = part * (PART // 8) + tl.arange(0, PART // 8)
+                    at = (word // 4 * (TILE * 64) + word % 4 * 4)[:, None, None]
+                    at = at + (tl.arange(0, 2) * 16)[None, :, None] + tl.arange(0, 4)[None, None, :]
+                    for p in tl.static_range(PLACES):
+                        pair = row * PLACES + p
+                        own = tl.load(ids + pair)
+                        if tl.load(expert_to_slot + own, mask=own >= 0, other=-1) >= 0:
+                            before = tl.sum(((expert == own) & (index < pair)).to(tl.int32), 0)
+                            tile = tl.sum(tl.where(number < own, cut, 0), 0) + before // TILE
+                            target = split + tile.to(tl.int64) * (HIDDEN * 2 * TILE) + before % TILE * 64 + at
+                            tl.store(target, high.to(tl.uint8, bitcast=True))
+                            tl.store(target + 32, low.to(tl.uint8, bitcast=True))
+                            tl.store(split_scale + tile * TILE + before % TILE, scale, mask=part == 0)
+
+
+@triton.jit
+def _cut(expert, slots, TILE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
+    """How many tiles each expert has."""
+    counts = tl.histogram(tl.maximum(expert, 0), MAX_EXPERTS, mask=expert >= 0)
+    return tl.where(slots >= 0, (counts + TILE - 1) // TILE, 0)
 
 
 @triton.jit

@@ -4,20 +4,46 @@ A flag is released for the whole system behind a program's stores into a peer's 
 its program ends, so every later kernel of its stream sees what was stored. A wait is bounded. The first one to expire
 says on what, in the mailbox's state; from then on kernels of this rank neither put nor wait, so that a graph always
 ends, and its peers find out by waits of their own.
+
+**Whom it names.** A place whose flag of the earliest exchange has not come. Of several such places any may be named:
+their waits end at about the same time, and who is first to write is a matter of luck. So over all ranks the word with
+the least exchange accuses somebody who is to blame: who lives, and has not come so far himself, waits in an earlier
+exchange for somebody else, has waited for longer, and says so in a word of his own.
 """
 
 from __future__ import annotations
+
+import time
 
 import triton
 import triton.language as tl
 
 from kernels import mailbox
+from kernels.rows import INTERPRETED
 
 HALVES = tl.constexpr(mailbox.HALVES)
 FAILURE = tl.constexpr(mailbox.FAILURE)
 LIMIT = tl.constexpr(mailbox.LIMIT)
 FAILED = tl.constexpr(mailbox.FAILED)
 COUNTER_BITS = tl.constexpr(mailbox.COUNTER_BITS)
+# A wait that has lasted so long also looks whether another has expired, or the host has given up: sooner, that would be
+# one more load between two looks at a flag.
+LOOK_NS = tl.constexpr(100_000)
+
+
+if INTERPRETED:
+
+    def _now():
+        """Nanoseconds, behind a nap: ranks that are waited for may share the core."""
+        time.sleep(5e-5)
+        return time.monotonic_ns()
+
+else:
+
+    @triton.jit
+    def _now():
+        """Only interpreted kernels have the host's clock; where they are compiled, nothing comes here."""
+        return 0
 
 
 @triton.jit
@@ -84,6 +110,8 @@ def await_flags(
 ):  # fmt: skip
     """Waits until each living peer has put `word`; after the limit says of one which has not. Not if not `fine`.
 
+    Ends sooner, and says nothing, where another wait of this rank has expired or the host has written to the state.
+
     Args:
         flags: address of place 0's flag of this chunk in the own mailbox.
         stride: bytes to the next place's.
@@ -91,9 +119,11 @@ def await_flags(
     """
     limit = tl.load(state + LIMIT)
     failed = FAILED | (PHASE << 60) | number
+    look = tl.full((), LOOK_NS, tl.int64)
     if FAST:
         # A thread for each peer looks at its flag and the clock; the barrier lets all read what these have acquired.
-        # Whoever finds its flag missing says so unless another has: the first is of the earliest exchange.
+        # Whoever finds its flag missing says so unless another has: an exchange begins when the one before has ended,
+        # so the first to write is of the earliest.
         tl.inline_asm_elementwise(
             asm="""{
             .reg .pred waits, found, early;
@@ -115,6 +145,11 @@ def await_flags(
             @found bra DONE;
             mov.u64 now, %globaltimer;
             sub.s64 now, now, began;
+            setp.lt.s64 early, now, $11;
+            @early bra SPIN;
+            ld.relaxed.sys.global.b64 failure, [$2];
+            setp.ne.b64 found, failure, 0;
+            @found bra DONE;
             setp.lt.s64 early, now, $6;
             @early bra SPIN;
             cvt.u64.u32 failure, peer;
@@ -125,19 +160,22 @@ def await_flags(
             barrier.cta.sync 0;
             mov.u32 $0, 0;
             }""",
-            constraints="=r,l,l,l,r,l,l,l,r,r,r",
-            args=[addresses, state + FAILURE, flags, stride, word, limit, failed, rank, RANKS, fine.to(tl.int32)],
+            constraints="=r,l,l,l,r,l,l,l,r,r,r,l",
+            args=[addresses, state + FAILURE, flags, stride, word, limit, failed, rank, RANKS, fine.to(tl.int32), look],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        # There is nobody who could put a flag meanwhile.
+        # Other processes may put flags meanwhile.
+        began = _now()
         for turn in tl.static_range(1, RANKS):
             peer = (rank + turn) % RANKS
             if fine & (tl.load(addresses + peer) != 0):
                 flag = (flags + peer * stride).to(tl.pointer_type(tl.int64))
                 fine = tl.atomic_add(flag, 0, sem="acquire", scope="sys") == word
+                while (not fine) & (_now() - began < limit) & (tl.load(state + FAILURE) == 0):
+                    fine = tl.atomic_add(flag, 0, sem="acquire", scope="sys") == word
                 if not fine:
                     tl.atomic_cas(state + FAILURE, tl.full((), 0, tl.int64), failed | (peer.to(tl.int64) << 52))
 

@@ -139,7 +139,7 @@ class RawRing:
     Attributes:
         data: bytes from the arena's start to row 0 of slab 0; a multiple of 16.
         stride: bytes from one slab to the next.
-        rows: positions kept.
+        rows: positions kept; 0 where a record is made of a single row, which no later step reads.
         width: float32 numbers in a row: latents, then gates.
     """
 
@@ -147,6 +147,21 @@ class RawRing:
     stride: int
     rows: int
     width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class IdRing:
+    """The ring of a sequence's latest token ids inside every slab: int32, position `p` at place `p % rows`.
+
+    Attributes:
+        data: bytes from the arena's start to place 0 of slab 0; a multiple of 16.
+        stride: bytes from one slab to the next.
+        rows: positions kept: at least those of a step and the ids before them that a memory looks at.
+    """
+
+    data: int
+    stride: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +186,56 @@ class Pooling:
     eps: float
     ring: RawRing
     target: Plane
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyProjection:
+    """How an index key is made of what an attention entry is before it is rotated.
+
+    Attributes:
+        matrix: bf16 or float32[target.width, width], contiguous.
+        norm: float32[target.width], of the norm behind it.
+        target: where keys go.
+    """
+
+    matrix: Tensor
+    norm: Tensor
+    target: Plane
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryTable:
+    """One layer's n-gram memory: which lines of its table the latest ids of a sequence stand for.
+
+    f_i is the folded id i positions back, r_0 = f_0 a_0 and r_i = r_(i-1) xor f_i a_i with the multipliers a. Line k of
+    a row is r_i % primes[k] + offsets[k], where i - 1 = k // (lines / history).
+
+    Attributes:
+        data: bf16, float32 or float8_e4m3fn [rows, width], contiguous; on the device, or pinned on the host.
+        scale: uint8[rows, width / 32], e8m0 bytes, beside it, for float8; else None.
+        folded: int32[vocab], the class of each id.
+        pad: the class that stands for positions before the first, and for all that lie behind an id below 0.
+        multipliers: int64[history + 1].
+        primes, offsets: int64[lines].
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    folded: Tensor
+    pad: int
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+
+    @property
+    def history(self) -> int:
+        """Earlier ids that are looked at."""
+        return len(self.multipliers) - 1
+
+    @property
+    def width(self) -> int:
+        """Channels of all lines of a row of the step."""
+        return len(self.primes) * self.data.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,3 +277,55 @@ class PairSums:
     ids: Tensor
     expert_to_slot: Tensor
     base: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftState:
+    """Where each slab stands, and what was drafted to follow: what a step takes from the steps in front of it where the
+    host does not know it yet. The last place is for sequences of padding.
+
+    Attributes:
+        stands: int32[slabs + 1], the position of the token that the slab sampled last; -1 where nobody knows.
+        tokens: int32[slabs + 1], that token.
+        counts: int32[slabs + 1], drafts behind it.
+        drafts: int32[slabs + 1, most], these.
+    """
+
+    stands: Tensor
+    tokens: Tensor
+    counts: Tensor
+    drafts: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What became of a step's drafts. B sequences of `span` rows.
+
+    Attributes:
+        nexts: int32[B * span], the token that the target has after each row.
+        kept: int32[B * span], positions of the rows that hold, and -1.
+        last: int32[B], number of each sequence's last row that holds; its first where there is none.
+        slots: int32[rounds, B], the position of the slot that each round of drafting runs, -1 where a draft would be
+            behind the sequence's end.
+        result: int32[B, 3 + span + rounds]: position of the first row (-1: the sequence has nothing in the step), rows
+            that hold, drafts that were verified; `nexts`; drafts, which are not there yet.
+    """
+
+    nexts: Tensor
+    kept: Tensor
+    last: Tensor
+    slots: Tensor
+    result: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPlace:
+    """Where every slab has the target's streams at its sequence's last position: float32[streams * hidden].
+
+    Attributes:
+        data: bytes from the arena's start to those of slab 0; a multiple of 16.
+        stride: bytes from one slab to the next.
+    """
+
+    data: int
+    stride: int

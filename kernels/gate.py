@@ -1,7 +1,9 @@
-"""Gate: which experts a row takes and with which weights, from the product with the gate's matrix on: one launch.
+"""Gate: which experts a row takes and with which weights, from the product with the gate's matrix on.
 
-Programs each multiply a part of the columns with some experts' rows of the matrix. The last program of a tile of rows
-adds the parts in order and chooses. A program asks for all of its weights before the kernel in front has ended.
+Programs each multiply a part of the columns with some experts' rows of the matrix. The parts are added in order, and
+choices made, by the last program where rows are few, so that there is one launch; else by a second kernel with a
+program for each row, since one program would take longer for all of them than everything else together. A program asks
+for all of its weights before the kernel in front has ended.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class GateConfig:
         slices: parts of the columns, at most.
         chunk: columns of a product; a program has all of its weights on their way before the first.
         warps: of a program.
+        together: up to so many rows the last program chooses.
+        choosing_warps: of a program that chooses for one row.
         overlaps: the kernel is launched while the one before it drains (programmatic dependent launch).
     """
 
@@ -39,6 +43,8 @@ class GateConfig:
     slices: int = 8
     chunk: int = 512
     warps: int = 4
+    together: int = 2
+    choosing_warps: int = 1
     overlaps: bool = not INTERPRETED
 
 
@@ -88,18 +94,23 @@ def route(
     expert_tiles = triton.cdiv(experts, tile_experts)
     row_tiles = triton.cdiv(rows, TILE)
     block = max(triton.next_power_of_2(experts), tile_experts)
+    together = rows <= config.together
+    partials = torch.empty((rows, slices, block), dtype=torch.float32, device=x.device)
+    choice = (bias, hashed, tokens, positions, counts, ids, weights)
+    constants = {
+        "EXPERTS": experts, "TOP_K": top_k, "BIASED": bias is not None and hashed is None, "HASHED": hashed is not None,
+        "BY_TOKEN": tokens is not None, "MASKED": positions is not None, "COUNTED": counts is not None,
+        "SLICES": slices, "BLOCK_E": block, "BLOCK_K": triton.next_power_of_2(top_k), "OVERLAPS": config.overlaps,
+        **({"launch_pdl": True} if config.overlaps else {}),
+    }  # fmt: skip
     _route_kernel[(expert_tiles * slices, row_tiles)](
-        x, gate.data, bias, hashed, tokens, positions, counts, ids, weights,
-        torch.empty((rows, slices, block), dtype=torch.float32, device=x.device),
-        tickets_of(gate.data, row_tiles), rows, x.stride(0), scale,
-        HIDDEN=hidden, EXPERTS=experts, TOP_K=top_k, BIASED=bias is not None and hashed is None,
-        HASHED=hashed is not None, BY_TOKEN=tokens is not None, MASKED=positions is not None,
-        COUNTED=counts is not None, TILE=TILE, TILE_E=tile_experts, CHUNK=chunk, COLUMNS=columns, SLICES=slices,
-        # Rows that are not there are not chosen for, where all are in one tile.
-        CHOSEN=min(TILE, triton.next_power_of_2(rows)), BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k),
-        WIDE=INTERPRETED or torch.float32 in (x.dtype, gate.data.dtype), OVERLAPS=config.overlaps,
-        num_warps=config.warps, **({"launch_pdl": True} if config.overlaps else {}),
+        x, gate.data, *choice, partials, tickets_of(gate.data, row_tiles) if together else ids, rows, x.stride(0),
+        scale, HIDDEN=hidden, TILE=TILE, TILE_E=tile_experts, CHUNK=chunk, COLUMNS=columns,
+        CHOSEN=triton.next_power_of_2(rows) if together else 0,
+        WIDE=INTERPRETED or torch.float32 in (x.dtype, gate.data.dtype), num_warps=config.warps, **constants,
     )  # fmt: skip
+    if not together:
+        _choose_kernel[(rows,)](partials, *choice, rows, scale, num_warps=config.choosing_warps, **constants)
     return ids, weights
 
 
@@ -192,7 +203,7 @@ def _route_kernel(
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    CHOSEN: tl.constexpr,  # rows for which the last program chooses, or 0
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
@@ -228,14 +239,33 @@ def _route_kernel(
             sums = tl.dot(values[k], tl.trans(tables[k]), sums)
     at = (row.to(tl.int64)[:, None] * SLICES + part) * BLOCK_E + expert[None, :]
     tl.store(partials + at, sums, mask=(row < rows)[:, None] & (expert < BLOCK_E)[None, :])
-    # All threads have stored before one of them says so, to the whole device.
-    tl.debug_barrier()
-    if tl.atomic_add(tickets + tl.program_id(1), 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(tickets + tl.program_id(1), 0)
-        _choose_rows(
-            partials, bias, hashed, tokens, positions, counts, ids, weights, first_row + tl.arange(0, CHOSEN), rows,
-            scale, EXPERTS, TOP_K, BIASED, HASHED, BY_TOKEN, MASKED, COUNTED, SLICES, BLOCK_E, BLOCK_K,
-        )  # fmt: skip
+    if CHOSEN > 0:
+        # All threads have stored before one of them says so, to the whole device.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+            _choose_rows(
+                partials, bias, hashed, tokens, positions, counts, ids, weights, tl.arange(0, CHOSEN), rows, scale,
+                EXPERTS, TOP_K, BIASED, HASHED, BY_TOKEN, MASKED, COUNTED, SLICES, BLOCK_E, BLOCK_K,
+            )  # fmt: skip
+
+
+# Not made anew for one row: that could be other bits.
+@triton.jit(do_not_specialize=["rows"])
+def _choose_kernel(
+    partials, bias, hashed, tokens, positions, counts, ids, weights, rows, scale,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BIASED: tl.constexpr, HASHED: tl.constexpr, BY_TOKEN: tl.constexpr,
+    MASKED: tl.constexpr, COUNTED: tl.constexpr, SLICES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Chooses for one row."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    _choose_rows(
+        partials, bias, hashed, tokens, positions, counts, ids, weights, tl.program_id(0) + tl.arange(0, 1), rows,
+        scale, EXPERTS, TOP_K, BIASED, HASHED, BY_TOKEN, MASKED, COUNTED, SLICES, BLOCK_E, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -255,7 +255,7 @@ def _score_chunk(
             word = tl.arange(0, WIDTH_PADDED // 4)
             keys = _shift(tl.load(keys_at.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]))
         else:
-            keys = _load_keys(keys_at, channel, WIDTH, WIDTH_PADDED, FORMAT, WIDE)
+            keys = load_keys(keys_at, channel, WIDTH, WIDTH_PADDED, FORMAT, WIDE)
         for s in tl.static_range(SPAN):
             if SHIFTS:
                 products = tl.dot(keys[0], queries[s][0])
@@ -274,7 +274,7 @@ def _score_chunk(
 
 
 @triton.jit
-def _load_keys(at, channel, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, FORMAT: tl.constexpr, WIDE: tl.constexpr):
+def load_keys(at, channel, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, FORMAT: tl.constexpr, WIDE: tl.constexpr):
     """bf16 or float32[BLOCK, WIDTH_PADDED]."""
     if FORMAT == "fp8":
         at = at.to(tl.pointer_type(tl.float8e4nv))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels import streamed
 from kernels.forms import Weight
 from kernels.products import multiply_tile, reorder
 from kernels.tickets import tickets_of
@@ -50,7 +51,10 @@ def linear(
         out_dtype[R, out].
     """
     out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
-    _launch(_Product(x, weight, out, config))
+    if config is None and weight.scale is not None and streamed.fits(x, weight):
+        streamed.multiply(x, weight, out)
+    else:
+        _launch(_Product(x, weight, out, config))
     return out
 
 
@@ -75,6 +79,9 @@ def paired_linear(
     out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
     side_out = torch.empty((x.shape[0], side.data.shape[0]), dtype=torch.float32, device=x.device)
     if x.shape[0] == 0:
+        return out, side_out
+    if config is None and streamed.fits_pair(x, weight, side):
+        streamed.multiply_pair(x, weight, side, out, side_out)
         return out, side_out
     if config is None:
         own = tiling(weight, x.shape[0], x.dtype)
@@ -113,7 +120,10 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int, *, config: Tiling | N
         A[R, groups * out].
     """
     out = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(_Product(x, weight, out, config, groups=groups))
+    if config is None and weight.scale is not None and streamed.fits(x, weight, groups):
+        streamed.multiply(x, weight, out, groups)
+    else:
+        _launch(_Product(x, weight, out, config, groups=groups))
     return out
 
 

@@ -16,7 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.forms import SCALE_CHANNELS, HyperWeights, PairSums, Plane, Pooling, RawRing, SlotWeights, StepRows, Weight
+from kernels.forms import (
+    SCALE_CHANNELS,
+    DraftState,
+    HyperWeights,
+    IdRing,
+    Judged,
+    KeyProjection,
+    MemoryTable,
+    PairSums,
+    Plane,
+    Pooling,
+    RawRing,
+    SlotWeights,
+    StepRows,
+    StreamPlace,
+    Weight,
+)
 
 __all__ = [
     # ends
@@ -29,10 +45,16 @@ __all__ = [
     "norm_rows", "prepare_queries", "write_window",
     # compressor
     "compress",
+    # latents
+    "compress_latents",
     # entrance
     "enter_attention",
     # indexer
     "select_entries", "prepare_and_select",
+    # candidates
+    "select_and_rank", "select_among",
+    # memory
+    "read_memory", "add_memory",
     # attention
     "attend",
     # gate
@@ -41,6 +63,8 @@ __all__ = [
     "mix_experts", "multiply_pairs",
     # exchange, combine
     "dispatch_rows", "combine_rows",
+    # drafts
+    "open_rows", "judge_rows", "keep_drafts", "open_slots", "pick_rows", "keep_streams",
 ]  # fmt: skip
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -389,6 +413,44 @@ def compress(raw: Tensor, pooling: Pooling, turns: Tensor, rows: StepRows, arena
         store_record(arena, target, page, entry % target.rows, record)
 
 
+def compress_latents(
+    raw: Tensor, pooling: Pooling, key: KeyProjection, turns: Tensor, rows: StepRows, arena: Tensor
+) -> None:
+    """`compress`, and beside each record an index key, which is made of the record before it is rotated.
+
+    The key is the projection of the normed record, normed itself (with the pooling's eps), rotated like the record, and
+    stored at the same row of the same page.
+
+    Args:
+        raw: as in `compress`. Of ratio 1 float32[R, target.width], latents without gates, and no ring.
+        pooling: of entries, without overlap and bias.
+        key: of index keys.
+        turns: of layers with compressed entries.
+        rows: the step.
+        arena: uint8[bytes], written into.
+    """
+    ratio, ring, target = pooling.ratio, pooling.ring, pooling.target
+    positions, slabs = rows.positions.tolist(), rows.slabs.tolist()
+    for r, position in enumerate(positions):
+        if position < 0:
+            continue
+        if ratio > 1:
+            _raw_row(arena, ring, slabs[r // rows.span], position).copy_(raw[r])
+        if (position + 1) % ratio:
+            continue
+        first = position + 1 - ratio
+        latent = raw[r].float()
+        if ratio > 1:
+            own = torch.stack([_raw_row(arena, ring, slabs[r // rows.span], first + j) for j in range(ratio)])
+            latent = (own[:, ring.width // 2 :].softmax(0) * own[:, : ring.width // 2]).sum(0)
+        latent = _norm(latent, pooling.norm, pooling.eps)
+        entry = position // ratio
+        page = int(rows.tables[r // rows.span, entry // target.rows])
+        store_record(arena, target, page, entry % target.rows, _turn(latent, turns[first]))
+        record = _turn(_norm(key.matrix.float() @ latent, key.norm, pooling.eps), turns[first])
+        store_record(arena, key.target, page, entry % target.rows, record)
+
+
 def enter_attention(
     wide: Tensor,
     query_norm: Tensor,
@@ -494,6 +556,132 @@ def prepare_and_select(
     """`prepare_queries` of the attention's heads, with `eps`, and beside it `select_entries` with the indexer's."""
     selected = select_entries(index_query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
     return prepare_queries(query, rows.positions, turns, eps), selected
+
+
+# Candidates
+
+
+def select_and_rank(
+    query: Tensor,
+    share: Tensor,
+    turns: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    arena: Tensor,
+    keys: Plane,
+    size: int,
+    count: int,
+    share_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`select_entries`, and the blocks of entries that layers behind this one may select from.
+
+    Args:
+        size: entries of a block.
+        count: blocks that a row keeps: those with the highest scores, the newest one always, of equal ones the lowest.
+            They hold at least `top_k` entries.
+
+    Returns:
+        (int32[R, top_k] entries, int32[R, count] blocks), both ascending, with -1 in places that stay empty.
+    """
+    selected = select_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
+    query = prepare_queries(query, rows.positions, turns, None)
+    kept = torch.full((rows.rows, count), -1, dtype=torch.int32, device=query.device)
+    for r, scores in enumerate(score_entries(query, share * share_scale, ratio, rows, arena, keys)):
+        ranked = torch.stack([part.amax() for part in scores.split(size)]) if len(scores) else scores
+        ranked[-1:] = torch.inf
+        order = torch.sort(ranked, descending=True, stable=True).indices[:count].sort().values
+        kept[r, : len(order)] = order.int()
+    return selected, kept
+
+
+def select_among(
+    query: Tensor,
+    share: Tensor,
+    turns: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    arena: Tensor,
+    keys: Plane,
+    blocks: Tensor,
+    size: int,
+    share_scale: float = 1.0,
+) -> Tensor:
+    """`select_entries` among the entries of some blocks: `blocks` and `size` as `select_and_rank` has them."""
+    query = prepare_queries(query, rows.positions, turns, None)
+    chosen = torch.full((rows.rows, top_k), -1, dtype=torch.int32, device=query.device)
+    for r, scores in enumerate(score_entries(query, share * share_scale, ratio, rows, arena, keys)):
+        allowed = torch.isin(torch.arange(len(scores), device=scores.device) // size, blocks[r].long())
+        ranked = scores.masked_fill(~allowed, -torch.inf)
+        order = torch.sort(ranked, descending=True, stable=True).indices[: min(top_k, int(allowed.sum()))].sort().values
+        chosen[r, : len(order)] = order.int()
+    return chosen
+
+
+# Memory
+
+
+def read_memory(
+    tokens: Tensor, rows: StepRows, arena: Tensor, ring: IdRing, table: MemoryTable, out_dtype: torch.dtype
+) -> Tensor:
+    """Keep the step's ids, and read the lines that they and those before them stand for.
+
+    Args:
+        tokens: int32[R].
+        rows: the step.
+        arena: uint8[bytes]; the ring is written.
+        ring: of ids.
+        table: the layer's.
+        out_dtype: A.
+
+    Returns:
+        A[R, table.width], the lines one after the other; zeros in rows of padding.
+    """
+    ids, slabs = tokens.tolist(), rows.slabs.tolist()
+    out = torch.zeros((rows.rows, table.width), dtype=out_dtype, device=arena.device)
+    per_order = len(table.primes) // table.history
+    for r, position in enumerate(rows.positions.tolist()):
+        if position < 0:
+            continue
+        at = ring.data + slabs[r // rows.span] * ring.stride
+        kept = arena[at : at + ring.rows * 4].view(torch.int32)
+        kept[position % ring.rows] = ids[r]
+        running, is_known, lines = 0, True, []
+        for back in range(table.history + 1):
+            token = int(kept[(position - back) % ring.rows]) if position >= back else -1
+            is_known = is_known and token >= 0
+            running ^= (int(table.folded[token]) if is_known else table.pad) * int(table.multipliers[back])
+            if back:
+                part = slice((back - 1) * per_order, back * per_order)
+                lines.append(running % table.primes[part] + table.offsets[part])
+        found = torch.cat(lines)
+        values = table.data[found.to(table.data.device)].to(arena.device).float()
+        if table.scale is not None:
+            values = values * power_of_two(table.scale[found]).repeat_interleave(32, 1)[:, : values.shape[1]]
+        out[r] = values.flatten()
+    return out
+
+
+def add_memory(streams: Tensor, projected: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add a memory to the streams, each through a gate of its own.
+
+    The gate is the sigmoid of the signed root of a match: the sum over channels of weight times the normed stream times
+    the normed key; the root is of at least 1e-6.
+
+    Args:
+        streams: A[R, n, hidden]; not written.
+        projected: A[R, (n + 1) * hidden], a key for each stream, then the value.
+        weight: float32[n, hidden].
+        eps: of both norms.
+
+    Returns:
+        A[R, n, hidden].
+    """
+    parts = projected.float().unflatten(1, (streams.shape[1] + 1, -1))
+    match = (_norm(streams, None, eps) * _norm(parts[:, :-1], None, eps) * weight).sum(-1, keepdim=True)
+    gate = torch.sigmoid(match.sign() * match.abs().clamp(min=1e-6).sqrt())
+    return (streams.float() + gate * parts[:, -1:]).to(streams.dtype)
 
 
 # Attention
@@ -724,3 +912,145 @@ def combine_rows(
         total += part if source == rank else part.to(part_dtype).float()
     total = torch.where(ids[:, :1] >= 0, total, 0.0)
     return (total if base is None else total + base.float()).to(dtype)
+
+
+# Drafts
+
+
+def open_rows(told: Tensor, state: DraftState, rows: StepRows, tokens: Tensor) -> None:
+    """The rows of a verify step: of each sequence its token and the drafts behind it, from the host or from the state.
+
+    Drafts of the state are taken only if they follow the very token, at the very place, that the row has. No row stands
+    at the sequence's end or behind it.
+
+    Args:
+        told: int32[5 + most, B], what the host says of each sequence: its token, and the token's position (-1: as the
+            state has them), its place in the state, its end, how many drafts (-1: as the state has them), and these.
+        state: only read.
+        rows: `span` rows for each sequence; positions and slabs are written. A sequence of padding has slab 0.
+        tokens: int32[B * span], written.
+    """
+    span, padding = rows.span, len(state.stands) - 1
+    for b, (token, position, place, end, count, *drafts) in enumerate(told.T.tolist()):
+        token = int(state.tokens[place]) if token < 0 else token
+        stand = int(state.stands[place])
+        position = stand if position < 0 else position
+        if count < 0:
+            follows = stand == position and int(state.tokens[place]) == token
+            count, drafts = int(state.counts[place]) if follows else 0, state.drafts[place].tolist()
+        held = max(min(count, end - 1 - position, span - 1), 0)
+        is_live = 0 <= position < end
+        line = [token, *drafts[:held]] if is_live else []
+        first = b * span
+        for i in range(span):
+            tokens[first + i] = line[i] if i < len(line) else 0
+            rows.positions[first + i] = position + i if i < len(line) else -1
+        rows.slabs[b] = place if place < padding else 0
+
+
+def judge_rows(
+    greedy: Tensor, tokens: Tensor, positions: Tensor, told: Tensor, state: DraftState, rounds: int
+) -> Judged:
+    """Which drafts hold: those that are the target's likeliest token of the row before, up to the first that is not.
+
+    The state moves on: to the token behind the last draft that holds, with as many drafts as will be made.
+
+    Args:
+        greedy: int64[B * span], the target's likeliest tokens.
+        tokens, positions: int32[B * span], the rows as `open_rows` made them.
+        told: as given to `open_rows`.
+        state: written, for each sequence that has rows.
+        rounds: drafts that are made behind each sequence.
+    """
+    sequences = told.shape[1]
+    span = len(tokens) // sequences
+    device = greedy.device
+    kept = torch.full_like(positions, -1)
+    last = torch.zeros(sequences, dtype=torch.int32, device=device)
+    slots = torch.full((rounds, sequences), -1, dtype=torch.int32, device=device)
+    result = torch.full((sequences, 3 + span + rounds), -1, dtype=torch.int32, device=device)
+    result[:, 3 : 3 + span] = greedy.view(sequences, span)
+    lines = zip(
+        greedy.view(sequences, span).tolist(), tokens.view(sequences, span).tolist(),
+        positions.view(sequences, span).tolist(), told[2].tolist(), told[3].tolist(), strict=True,
+    )  # fmt: skip
+    for b, (best, ids, places, place, end) in enumerate(lines):
+        first = b * span
+        last[b] = first
+        held = sum(position >= 0 for position in places[1:])
+        count = 0
+        if places[0] >= 0:
+            count = 1
+            while count <= held and ids[count] == best[count - 1]:
+                count += 1
+            stand = places[0] + count
+            kept[first : first + count] = positions[first : first + count]
+            last[b] = first + count - 1
+            drafts = max(min(rounds, end - 1 - stand), 0)
+            for k in range(drafts):
+                slots[k, b] = stand - 1 + k
+            state.stands[place], state.tokens[place] = stand, best[count - 1]
+            state.counts[place] = drafts
+        result[b, :3] = torch.tensor([places[0], count, held], dtype=torch.int32)
+    return Judged(greedy.int(), kept, last, slots, result)
+
+
+def keep_drafts(found: Tensor, told: Tensor, judged: Judged, state: DraftState) -> None:
+    """Drafts go to the state and to the result, where a slot was run for them.
+
+    Args:
+        found: int64[rounds, B], at least one round.
+        told: as given to `open_rows`.
+        judged: its result is written.
+        state: its drafts are written.
+    """
+    rounds, sequences = found.shape
+    first = judged.result.shape[1] - rounds
+    for k in range(rounds):
+        for b in range(sequences):
+            if int(judged.slots[k, b]) >= 0:
+                judged.result[b, first + k] = found[k, b]
+                state.drafts[int(told[2, b]), k] = found[k, b]
+
+
+def open_slots(
+    streams: Tensor, tokens: Tensor, embed: Tensor, stream_norm: Tensor, token_norm: Tensor, eps: float
+) -> Tensor:
+    """What slots of the layer that predicts ahead enter it with, before its projection: for each stream that stream,
+    and beside it the line of the slot's token, both normed.
+
+    Args:
+        streams: A[R, n, hidden].
+        tokens: int[R], the token after each slot; those below 0 are taken as 0.
+        embed: A[vocab, hidden].
+        stream_norm, token_norm: float32[hidden].
+        eps: of both norms.
+
+    Returns:
+        A[R * n, 2 * hidden].
+    """
+    before = _norm(streams, stream_norm, eps)
+    after = _norm(embed[tokens.long().clamp(min=0)], token_norm, eps).unsqueeze(1).expand_as(before)
+    return torch.cat((before, after), -1).flatten(0, 1).to(streams.dtype)
+
+
+def pick_rows(rows: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
+    """Of each table, contiguous and at most four of them, the rows that int32[B] names, as new memory."""
+    return [table[rows.long()] for table in tables]
+
+
+def keep_streams(streams: Tensor, judged: Judged, slabs: Tensor, arena: Tensor, place: StreamPlace) -> None:
+    """The streams of each sequence's last row that holds go to its slab.
+
+    Args:
+        streams: A[R, n, hidden], the target's.
+        judged: which row that is; a sequence without rows writes nothing.
+        slabs: int32[B].
+        arena: uint8[bytes], written into.
+        place: where.
+    """
+    size = 4 * streams[0].numel()
+    for row, slab in zip(judged.last.tolist(), slabs.tolist(), strict=True):
+        if int(judged.kept[row]) >= 0:
+            at = place.data + slab * place.stride
+            arena[at : at + size].view(torch.float32).copy_(streams[row].flatten())

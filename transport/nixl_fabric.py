@@ -101,19 +101,17 @@ class NixlTransfer:
             post_us=told.postDuration,
             transfer_us=told.xferDuration,
         )
-        self._release()
         return True
 
     def _fail(self, error: Exception) -> bool:
         self.failure = describe_error(error)
-        self._release()
         return True
 
     def drop(self, why: str) -> None:
         self.failure = why
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         # The handle keeps the agent alive, and may be freed only in this thread.
         handle, self._handle = self._handle, None
         if handle is not None:

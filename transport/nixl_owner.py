@@ -4,11 +4,13 @@ Why a thread: an agent may be used by one thread only (two crash it), has no com
 inside its posting call; polled from the trio loop it would either block the loop or be polled too rarely. Why not
 NIXL's own progress thread: it spins a core for ever.
 
-The thread does what it is told in order, polls what is in flight, and between that rests: some 50 us while transfers
-run or ran a moment ago, else until it is told something. A target has to be polled as well, for UCX to wire up and to
-answer what is not a plain copy: so who has a transfer that does not end rings the peer's door (see `nixl_door`), and
-only in case that does not reach us, an agent that receives is polled now and then. The longer transfers stay in flight
-without an event, the slower they are polled: a peer that hangs must not cost a core.
+The thread does what it is told in order, polls what is in flight, and between that rests until it is told something:
+for a moment only while transfers run or ran just now. Naps are a share of what a transfer has taken so far, up to some
+50 us: the end of a short one is seen in a few microseconds, that of a long one costs little to look for, and what needs
+several polls to end has them soon after another. A target has to be polled as well, for UCX to wire up and to answer
+what is not a plain copy: so who has a transfer that does not end rings the peer's door (see `nixl_door`), and only in
+case that does not reach us, an agent that receives is polled now and then. The longer transfers stay in flight without
+an event, the slower they are polled: a peer that hangs must not cost a core.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ import trio
 
 from transport.errors import FabricError
 from transport.nixl_door import Door
+from transport.nixl_naps import choose_nap, sharpen_timers
 
-NAP_S = 50e-6
 AWAKE_S = 2e-3
 """How long after the last event the thread keeps napping instead of resting."""
+AWAKE_NAP_S = 1e-4
+"""Its naps then, if nothing is in flight."""
 REST_MS = 1
 RECEIVE_MS = 25
 """Rest of an idle agent that receives. Each poll takes the interpreter from a thread that computes: polling every
@@ -44,7 +48,7 @@ _T = TypeVar("_T")
 
 
 class Work(Protocol):
-    """A transfer as the owner thread sees it. `start`, `poll` and `drop` run in the owner thread, `settle` in trio."""
+    """A transfer as the owner thread sees it. All but `settle` run in the owner thread, `settle` in trio."""
 
     @property
     def door(self) -> str:
@@ -59,8 +63,12 @@ class Work(Protocol):
         """True if it is over."""
         ...
 
+    def release(self) -> None:
+        """It is over, and whoever waits has been told: what the library holds of it may go."""
+        ...
+
     def drop(self, why: str) -> None:
-        """The agent is going away; it is over."""
+        """The agent is going away; it is over, and released."""
         ...
 
     def settle(self) -> None:
@@ -98,11 +106,15 @@ class AgentThread:
         self._todo: queue.SimpleQueue[_Call[Any] | Work] = queue.SimpleQueue()
         self._now: _Call[Any] | Work | None = None
         self._live: list[Work] = []
+        self._ended_works: list[Work] = []
+        """Not released yet."""
         self._over: collections.deque[Work | _Call[Any]] = collections.deque()
         self._stopping = False
         self._ended = False
         self._why = "the owner thread failed; its traceback is on stderr"
         self._bell = -1
+        self._rests = False
+        """The thread hears the bell and nothing else, or is about to look whether it was told something before that."""
         self._door: Door | None = None
         self._rung = 0.0
         self._token: trio.lowlevel.TrioToken | None = None
@@ -175,7 +187,8 @@ class AgentThread:
         if self._ended:
             raise FabricError(f"{self.name}: {self._why}")
         self._todo.put(item)
-        self._ring()
+        if self._rests:  # else its nap ends with what is put there
+            self._ring()
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)
@@ -209,6 +222,7 @@ class AgentThread:
             for work in self._live:
                 self._refuse(work)
             self._live.clear()
+            self._release_ended()
             self._refuse_rest()
             # Dropping the agent is the only way to stop a transfer; it must happen in this thread.
             del agent
@@ -230,6 +244,7 @@ class AgentThread:
 
     def _loop(self, agent: Any) -> None:
         assert self._door is not None
+        sharpen_timers()
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         poller.register(self._door, select.POLLIN)
@@ -237,23 +252,29 @@ class AgentThread:
         while not self._stopping:
             happened = self._do_told(agent)
             happened |= self._poll_live(agent)
+            # Before anything else is done: somebody waits for it.
+            self._hand_over()
+            self._release_ended()
             if self._live or self._receives:
                 # Nobody sends us notifications; asking for them is what moves UCX for those who write to us.
                 happened |= bool(agent.get_new_notifs())
             now = time.monotonic()
             if happened:
-                self._hand_over()
                 last_event = now
             quiet = now - last_event
             if self._live and now - self._rung > RING_S:
                 self._rung = now
                 for door in dict.fromkeys(work.door for work in self._live):
                     self._door.ring(door)
-            nap = max(NAP_S, quiet / 50) if self._live or quiet < AWAKE_S else 1.0
-            if nap < REST_MS / 1e3:
-                time.sleep(nap)
-                continue
-            for ready, _ in poller.poll(self._rest_ms()):
+            if self._live or quiet < AWAKE_S:
+                nap = choose_nap(quiet) if self._live else AWAKE_NAP_S
+                if nap < REST_MS / 1e3:
+                    self._take(nap)
+                    continue
+            self._rests = True
+            found = poller.poll(self._rest_ms()) if self._todo.empty() else ()
+            self._rests = False
+            for ready, _ in found:
                 if ready == self._bell:
                     os.eventfd_read(self._bell)
                 elif self._door.answer():
@@ -267,23 +288,33 @@ class AgentThread:
     def _do_told(self, agent: Any) -> bool:
         happened = False
         expected: tuple[type[Exception], ...] = (*self._errors, FabricError)
-        while True:
-            try:
-                self._now = item = self._todo.get_nowait()
-            except queue.Empty:
-                return happened
+        while self._now is not None or self._take(0):
+            item = self._now
+            assert item is not None
             happened = True
             if isinstance(item, _Call):
+                # It may give up what a transfer that is over still holds.
+                self._hand_over()
+                self._release_ended()
                 try:
                     item.result = item.fn(agent)
                 except expected as error:
                     item.error = error
                 self._over.append(item)
             elif item.start(agent):
-                self._over.append(item)
+                self._end(item)
             else:
                 self._live.append(item)
             self._now = None
+        return happened
+
+    def _take(self, wait_s: float) -> bool:
+        """Takes what comes next into `_now`; whether there was something within that time."""
+        try:
+            self._now = self._todo.get(timeout=wait_s) if wait_s else self._todo.get_nowait()
+        except queue.Empty:
+            return False
+        return True
 
     def _poll_live(self, agent: Any) -> bool:
         if not self._live:
@@ -291,12 +322,21 @@ class AgentThread:
         running = []
         for work in self._live:
             if work.poll(agent):
-                self._over.append(work)
+                self._end(work)
             else:
                 running.append(work)
         happened = len(running) < len(self._live)
         self._live = running
         return happened
+
+    def _end(self, work: Work) -> None:
+        self._over.append(work)
+        self._ended_works.append(work)
+
+    def _release_ended(self) -> None:
+        for work in self._ended_works:
+            work.release()
+        self._ended_works.clear()
 
     def _hand_over(self) -> None:
         if not self._over or self._token is None:

@@ -170,7 +170,7 @@ async def _run_side(
     fabric: Fabric,
 ) -> None:
     info, limits = device.info, identity.config.limits
-    sizes = _sizes(identity, info)
+    sizes = side_sizes(identity, info)
     takes_turns = sizes.hand_back is not None
     settings = PairSettings(
         identity.rank, identity.generation, info, limits.link_out_bytes, limits.link_stall_s, takes_turns
@@ -213,7 +213,7 @@ async def _run_side(
             nursery.start_soon(serve_pairs, ports.peer_listener, fabric, callers, settings, inbox, links)
 
         members.fabric = fabric
-        group = _open_group(identity, head, inbox, members, device, fabric, nursery)
+        group = open_group(identity, head, inbox, members, device, fabric, nursery)
 
         def count_pairs() -> tuple[PairCounts, bytes]:
             return pushed.build(identity.rank, identity.generation, links.list_ranks())
@@ -245,7 +245,7 @@ async def _run_side(
         nursery.cancel_scope.cancel()
 
 
-def _open_group(
+def open_group(
     identity: RankIdentity,
     head: FrameStream,
     inbox: Inbox,
@@ -283,7 +283,8 @@ def _open_group(
     return Lockstep(experts, slots, members, preparing, send_copy, head)
 
 
-def _sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
+def side_sizes(identity: RankIdentity, info: DeviceInfo) -> SideSizes:
+    """What the sides of a rank need to know of it and of its device. Raises ConfigError where limits do not fit it."""
     limits, draft, back = identity.config.limits, identity.config.draft, identity.config.hand_back
     hands_back = back.enabled and identity.config.prefix_cache
     if limits.prefill_chunk_tokens < info.page_tokens or limits.prefill_chunk_tokens % info.page_tokens:

@@ -2,7 +2,8 @@
 
 A case is `NAME=[N*]Q[@K][c][:D]`, the grammar of vLLM's benchmark of the same name: N requests (1) with Q rows each, at
 a length of K tokens, the rows included; `k` behind K multiplies by 1024. Without K the rows are all there is. `:D` says
-how many of the Q rows are drafts under verification, and must be Q - 1. Chunks of prompts (`c`, or more than 8 rows)
+how many of the Q rows are drafts under verification, and must be Q - 1; the step judges them and makes as many, if the
+model has a layer that predicts ahead. Chunks of prompts (`c`, or more than 8 rows)
 are refused: the step on a device decodes and verifies.
 """
 
@@ -20,6 +21,11 @@ from engine.errors import ConfigError
 
 SPAN_LIMIT = 8
 """Rows of a request in one step: the input row and 7 drafts."""
+MOST_MEMORY_LINES = 1 << 25
+MEMORY_SHARE = 64
+"""Of the lines of larger n-gram tables one in so many is left."""
+SPARE_MEMORY_LINES = 100_000
+"""Room for primes, which lie further apart than the numbers that they are searched from."""
 _CASE = re.compile(
     r"(?P<name>[^=]+)=(?:(?P<requests>\d{1,9})\*)?(?P<rows>\d{1,9})(?:@(?P<length>\d{1,9})(?P<kilo>k)?)?"
     r"(?P<chunk>c)?(?::(?P<drafts>\d{1,9}))?"
@@ -36,12 +42,14 @@ class DeviceCase:
         requests: sequences in the step.
         rows: of each; more than one in a verify step.
         length: tokens of a sequence, its rows included.
+        drafts: of its rows that are drafts, and as many are made for the next step.
     """
 
     name: str
     requests: int
     rows: int
     length: int
+    drafts: int = 0
 
 
 def parse_case(text: str) -> DeviceCase:
@@ -63,7 +71,7 @@ def parse_case(text: str) -> DeviceCase:
         raise ConfigError(f"case {text!r} must have at least one request and one row, and a length that holds its rows")
     if found["drafts"] and int(found["drafts"]) != rows - 1:
         raise ConfigError(f"case {text!r} must verify {rows - 1} drafts with {rows} rows, found {found['drafts']}")
-    return DeviceCase(found["name"], requests, rows, length)
+    return DeviceCase(found["name"], requests, rows, length, int(found["drafts"] or 0))
 
 
 def load_cases(path: Path) -> list[DeviceCase]:
@@ -93,13 +101,13 @@ def gather_cases(texts: Iterable[str], path: Path | None) -> list[DeviceCase]:
 
 
 def load_model_config(name: str) -> dict[str, Any]:
-    """A vendor's config.json: of a known model (`v4-flash`), of a file, or of a checkpoint's folder.
+    """A vendor's config.json: of a known model (`v4-flash`, `v4.1-flash`), of a file, or of a checkpoint's folder.
 
     Raises:
         ConfigError: there is none.
     """
     known = files("engine.bench") / "shapes" / f"{name}.json"
-    if re.fullmatch(r"[a-z0-9-]+", name) and known.is_file():
+    if re.fullmatch(r"[a-z0-9.-]+", name) and known.is_file():
         config: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))
         return config
     path = Path(name)
@@ -109,17 +117,40 @@ def load_model_config(name: str) -> dict[str, Any]:
     return config
 
 
+def shrink_memory(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with n-gram tables of a share of their lines, where no machine has room for all.
+
+    A row of a step reads as many lines, as far apart, as of the whole ones.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or max(text.get("engram_num_embeddings") or [0]) <= MOST_MEMORY_LINES:
+        return config
+    lines = [count // MEMORY_SHARE + SPARE_MEMORY_LINES for count in text["engram_num_embeddings"]]
+    small = {"engram_vocab_size": text["engram_vocab_size"] // MEMORY_SHARE, "engram_num_embeddings": lines}
+    return config | {"text_config": text | small}
+
+
 def cut_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The configuration of the first layers of a V4 model, without what drafts.
+    """The configuration of the first layers of a model, without what drafts.
 
     Raises:
         ConfigError: there are not so many.
     """
-    ratios = config.get("compress_ratios")
-    if not isinstance(ratios, list) or not 0 < layers <= int(config.get("num_hidden_layers", 0)):
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    ratios = text.get("compress_ratios")
+    if not isinstance(ratios, list) or not 0 < layers <= int(text.get("num_hidden_layers", 0)):
         raise ConfigError(f"--layers must be at most the model's, found {layers}")
-    cut = {key: value for key, value in config.items() if not key.startswith("dspark_")}
-    return cut | {"num_hidden_layers": layers, "compress_ratios": ratios[:layers], "num_nextn_predict_layers": 0}
+    cut = {key: value for key, value in text.items() if not key.startswith("dspark_")}
+    cut |= {"num_hidden_layers": layers, "compress_ratios": ratios[:layers], "num_nextn_predict_layers": 0}
+    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
+        if name in cut:
+            cut[name] = [layer for layer in cut[name] if layer < layers]
+    if "engram_layer_ids" in cut:
+        cut["engram_num_embeddings"] = cut["engram_num_embeddings"][: len(cut["engram_layer_ids"])]
+    if cut.get("candidate_source_layer_id", 0) >= layers:
+        del cut["candidate_source_layer_id"]
+    return cut if text is config else config | {"text_config": cut}
 
 
 def _read_json(path: Path) -> Any:

@@ -72,6 +72,11 @@ class BareModel:
         self.info = info
         self._model = model
 
+    @property
+    def model(self) -> PagedTransformer:
+        """To be run by one at a time."""
+        return self._model
+
     def run_steps(self, case: StepCase, seed: int) -> Sample:
         """Prefills the case's sequences and decodes them.
 

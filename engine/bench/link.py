@@ -13,7 +13,8 @@ import shlex
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -63,37 +64,46 @@ class LinkOptions:
     seed: int = 1
 
 
-class _Arena:
-    """Pages, then parts, in memory of the device."""
+Sizes = Sequence[tuple[int, int]]
+"""Runs of blocks, one behind another: bytes of a block, number of blocks."""
 
-    def __init__(self, options: LinkOptions, gpu: int | None) -> None:
-        pages = max(options.pages)
+
+class BlockMemory:
+    """Runs of blocks in memory of the device, for a fabric."""
+
+    def __init__(self, sizes: Sizes, gpu: int | None) -> None:
+        """Allocates; what is in it is undefined. `gpu`: None for host memory."""
         device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-        self.memory = torch.empty(
-            pages * (options.page_bytes + PARTS * options.part_bytes), dtype=torch.uint8, device=device
-        )
-        self.runs = [
-            BlockRun(self.memory.data_ptr(), options.page_bytes, pages),
-            BlockRun(self.memory.data_ptr() + pages * options.page_bytes, options.part_bytes, pages * PARTS),
-        ]
+        self.memory = torch.empty(sum(size * count for size, count in sizes), dtype=torch.uint8, device=device)
+        self.runs: list[BlockRun] = []
+        at = self.memory.data_ptr()
+        for size, count in sizes:
+            self.runs.append(BlockRun(at, size, count))
+            at += size * count
 
     def checksum(self, blocks: Sequence[int]) -> int:
+        """CRC-32 over blocks, numbered through all runs."""
         value = 0
-        first, second = self.runs
         for block in blocks:
-            run, at = (first, block) if block < first.count else (second, block - first.count)
-            start = run.address - self.memory.data_ptr() + at * run.block_bytes
-            value = zlib.crc32(self.memory[start : start + run.block_bytes].cpu().numpy().data, value)
+            run = next(run for run in self._numbered if block < run[0] + run[1].count)
+            start = run[1].address - self.memory.data_ptr() + (block - run[0]) * run[1].block_bytes
+            value = zlib.crc32(self.memory[start : start + run[1].block_bytes].cpu().numpy().data, value)
         return value
+
+    @property
+    def _numbered(self) -> Iterator[tuple[int, BlockRun]]:
+        """Runs with the number of their first block."""
+        first = 0
+        for run in self.runs:
+            yield first, run
+            first += run.count
 
 
 def list_blocks(pages: int, most: int, seed: int) -> dict[str, tuple[list[int], list[int]]]:
     """Kinds of requests with so many pages, of an arena that has `most`: local and remote blocks, pairwise."""
     generator = np.random.default_rng(seed)
     in_order = np.arange(pages)
-    run = min(RUN, pages)
-    heads = generator.permutation(pages // run) * run
-    in_runs = np.concatenate([heads[:, None] + np.arange(run), np.arange(pages // run * run, pages)[None]], None)
+    in_runs = place_in_runs(pages, generator)
     anywhere = generator.permutation(pages)
     # Parts are numbered by layer: those of one layer lie side by side.
     layers = np.arange(PARTS)[:, None] * most + most
@@ -107,6 +117,13 @@ def list_blocks(pages: int, most: int, seed: int) -> dict[str, tuple[list[int], 
     }
 
 
+def place_in_runs(pages: int, generator: np.random.Generator) -> Ints:
+    """int64[pages], as many numbers of pages: RUN of them at a time lie in order."""
+    run = min(RUN, pages)
+    heads = generator.permutation(pages // run) * run
+    return np.concatenate([heads[:, None] + np.arange(run), np.arange(pages // run * run, pages)[None]], None)
+
+
 def measure_link(options: LinkOptions, arguments: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
     """All kinds of all sizes; a record, see `record.py`.
 
@@ -114,24 +131,31 @@ def measure_link(options: LinkOptions, arguments: Sequence[str], tell: Callable[
         ConfigError: there is no such device.
         FabricError: NIXL does not start, a push fails, or the receiving process ends.
     """
-    gpus: list[int | None] = [None, None]
-    if options.device == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            raise ConfigError("engine bench link --device cuda needs a GPU, found none")
-        gpus = [0, 1 % count]
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(options, gpus[1], theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        runs = trio.run(_send_all, options, gpus[0], ours, tell)
-    finally:
-        ours.close()
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+    gpus = choose_gpus(options.device)
+    pages = max(options.pages)
+    sizes = [(options.page_bytes, pages), (options.part_bytes, pages * PARTS)]
+    with open_receiver(gpus[1]) as peer:
+        peer.send(sizes)
+        runs = trio.run(_send_all, options, sizes, gpus[0], peer, tell)
+    return open_record(vars(options), gpus, arguments) | {"runs": runs}
+
+
+def choose_gpus(device: str) -> tuple[int | None, int | None]:
+    """The sender's and the receiver's GPU; None for memory of the host.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if device != "cuda":
+        return None, None
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError("engine bench link --device cuda needs a GPU, found none")
+    return 0, 1 % count
+
+
+def open_record(settings: dict[str, Any], gpus: Sequence[int | None], arguments: Sequence[str]) -> dict[str, Any]:
+    """A record without its runs."""
     return {
         "schema": SCHEMA,
         "bench": "link",
@@ -140,33 +164,50 @@ def measure_link(options: LinkOptions, arguments: Sequence[str], tell: Callable[
         "engine": VERSION,
         "commit": find_commit(),
         "command": shlex.join(arguments),
-        "settings": {**vars(options), "gpus": gpus},
-        "runs": runs,
+        "settings": {**settings, "gpus": list(gpus)},
     }
 
 
+@contextmanager
+def open_receiver(gpu: int | None) -> Iterator[Connection]:
+    """A process whose blocks may be written: sent their sizes it says its fabric's description, then a checksum for
+    each list of blocks that it is sent."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(gpu, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+
+
 async def _send_all(
-    options: LinkOptions, gpu: int | None, peer: Connection, tell: Callable[[str], None]
+    options: LinkOptions, sizes: Sizes, gpu: int | None, peer: Connection, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    arena = _Arena(options, gpu)
+    arena = BlockMemory(sizes, gpu)
     torch.manual_seed(options.seed)
     arena.memory.random_()
     runs = []
-    async with open_nixl_fabric("link-out", device=gpu, receives=False, on_thread_start=_choose(gpu)) as fabric:
+    async with open_nixl_fabric("link-out", device=gpu, receives=False, on_thread_start=choose_device(gpu)) as fabric:
         await fabric.register(arena.runs)
-        target = await fabric.connect(await _hear(peer))
+        target = await fabric.connect(await hear(peer))
         for pages in options.pages:
             for kind, (local, remote) in list_blocks(pages, max(options.pages), options.seed).items():
-                run = await _push(fabric, target, local, remote, options.samples)
+                run = await time_pushes(fabric, target, local, remote, options.samples)
                 peer.send(remote)
-                told = await _hear(peer)
+                told = await hear(peer)
                 run = {"pages": pages, "kind": kind, **run, "arrived": told == arena.checksum(local)}
                 runs.append(run)
                 tell(describe_push(run))
     return runs
 
 
-async def _hear(peer: Connection) -> Any:
+async def hear(peer: Connection) -> Any:
     """What the receiving process says next."""
     try:
         with trio.fail_after(ANSWER_S):
@@ -177,7 +218,7 @@ async def _hear(peer: Connection) -> Any:
         raise FabricError(f"the receiving process has said nothing for {ANSWER_S:g} s") from None
 
 
-async def _push(
+async def time_pushes(
     fabric: Fabric, target: Target, local: Sequence[int], remote: Sequence[int], samples: int
 ) -> dict[str, Any]:
     """Times from the call to the end that its waiter sees; one push before them is not counted."""
@@ -211,12 +252,17 @@ def describe_push(run: dict[str, Any]) -> str:
     )
 
 
-def _receive(options: LinkOptions, gpu: int | None, peer: Connection) -> None:
+def _receive(gpu: int | None, peer: Connection) -> None:
     """The other process: its memory is written, and it says what lies there."""
-    arena = _Arena(options, gpu)
+    if gpu is not None:
+        torch.empty(1, device=f"cuda:{gpu}")  # the first takes seconds, in which the sender may not know sizes yet
+    try:
+        arena = BlockMemory(peer.recv(), gpu)
+    except EOFError:
+        return
 
     async def serve() -> None:
-        async with open_nixl_fabric("link-in", device=gpu, on_thread_start=_choose(gpu)) as fabric:
+        async with open_nixl_fabric("link-in", device=gpu, on_thread_start=choose_device(gpu)) as fabric:
             await fabric.register(arena.runs)
             peer.send(fabric.describe())
             while True:
@@ -229,5 +275,6 @@ def _receive(options: LinkOptions, gpu: int | None, peer: Connection) -> None:
     trio.run(serve)
 
 
-def _choose(gpu: int | None) -> Callable[[], None] | None:
+def choose_device(gpu: int | None) -> Callable[[], None] | None:
+    """What the fabric's thread does first."""
     return None if gpu is None else lambda: torch.cuda.set_device(gpu)

@@ -23,7 +23,9 @@ from kernels.forms import Weight
 
 MARK = "step:"
 REST = "rest"
-GROUPS = ("experts", "dense", "attention", "indexer", "compressor", "rows", "hyper", "gate", "head", REST)
+GROUPS = (
+    "experts", "dense", "attention", "indexer", "compressor", "memory", "rows", "hyper", "gate", "head", REST,
+)  # fmt: skip
 """In the order in which they are printed; `compressor` has norms and window records too."""
 _GROUP_OF = {
     "mix_experts": "experts",
@@ -34,8 +36,13 @@ _GROUP_OF = {
     "gated_linear": "dense",
     "attend": "attention",
     "prepare_and_select": "indexer",
+    "select_and_rank": "indexer",
+    "select_among": "indexer",
     "compress": "compressor",
     "enter_attention": "compressor",
+    "compress_latents": "compressor",
+    "read_memory": "memory",
+    "add_memory": "memory",
     "connect": "hyper",
     "collapse_head": "hyper",
     "route": "gate",

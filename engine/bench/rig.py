@@ -5,22 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.bench.cases import DeviceCase, cut_layers, load_model_config
+from engine.bench.cases import DeviceCase, cut_layers, load_model_config, shrink_memory
+from engine.bench.drafting import DraftBench
 from engine.bench.profile import mark_ops
 from engine.bench.routing import Routing, draw_ids, draw_peers
 from engine.errors import ConfigError
 from engine.model.dummy import DummySource, fill_arena
+from engine.model.engram import engram_tables
 from engine.model.nvlink import NvlinkExchange
 from engine.model.ops import Ops, ops_for
 from engine.model.records import plan_records
 from engine.model.shapes import ModelShape, shape_from_config
+from engine.model.step_arena import StepArena
+from engine.model.step_drafts import Drafted
 from engine.model.step_forward import Peers, StepForward, StepOutputs, StepSize
+from engine.model.step_shared import open_step
 from engine.model.step_weights import local_experts, make_step_weights
 from kernels.forms import Plane, RecordFormat
 
 PAGE_TOKENS = 256
+STAGING_ROWS = 32
+"""Of a prompt; nothing here has one, and a rank's arena has room for it."""
 FORMATS: tuple[RecordFormat, ...] = ("fp8", "bf16", "fp32")
 
 
@@ -29,7 +38,7 @@ class StepOptions:
     """What to measure.
 
     Attributes:
-        model: `v4-flash`, a config.json, or a folder with one.
+        model: `v4-flash`, `v4.1-flash`, a config.json, or a folder with one.
         cases: sizes of steps.
         iters: replays in a sample.
         samples: of each case.
@@ -38,8 +47,10 @@ class StepOptions:
         records: format of entries, keys and window records.
         seed: of everything random.
         profile: whether to trace, too.
+        profiled: names of the cases that are; empty for all.
         branches: whether the step has them, see `StepForward`.
         layers: only so many, the first ones; None for all.
+        served: also as the loop of a rank runs it, see `served_cuda.py`.
     """
 
     model: str
@@ -51,12 +62,18 @@ class StepOptions:
     records: RecordFormat = "fp8"
     seed: int = 1
     profile: bool = True
+    profiled: tuple[str, ...] = ()
     branches: bool = True
     layers: int | None = None
+    served: bool = False
 
 
 class StepBench:
-    """A model with dummy weights, and an arena that is large enough for each of the cases."""
+    """A model with dummy weights, and an arena that is large enough for each of the cases.
+
+    Attributes:
+        drafting: what makes drafts, if a case has some and the model a layer that predicts ahead.
+    """
 
     def __init__(
         self,
@@ -80,7 +97,7 @@ class StepBench:
             ConfigError: the model or the share of experts can not be had.
         """
         self.options = options
-        config = load_model_config(options.model)
+        config = shrink_memory(load_model_config(options.model))
         if options.layers is not None:
             config = cut_layers(config, options.layers)
         self.shape = shape = shape_from_config(config)
@@ -99,12 +116,20 @@ class StepBench:
             num_pages=max(case.requests * count_pages(case) for case in options.cases),
             num_slabs=max(case.requests for case in options.cases),
             format=options.records,
+            staging_rows=STAGING_ROWS if options.served else 0,
         )
         source = DummySource(shape, device, seed=options.seed)
-        self.weights = make_step_weights(shape, source, max_tokens=longest, experts=experts)
-        self.arena = self.records.make_arena(device)
+        engram = engram_tables(shape, _fold(shape)) if shape.engram is not None else None
+        self.weights = make_step_weights(shape, source, max_tokens=longest, experts=experts, engram=engram)
+        # What a rank's model wants of it; nothing else is in it.
+        self.step_arena = StepArena(self.records, device, shape.vocab_size) if options.served else None
+        self.arena = self.records.make_arena(device) if self.step_arena is None else self.step_arena.bytes
         fill_arena(self.records, self.arena, seed=options.seed)
         self.ops = mark_ops(ops_for(device) if ops is None else ops, self.weights)
+        self.drafting: DraftBench | None = None
+        if shape.num_predict_layers and any(case.drafts for case in options.cases):
+            target, records, arena, seed = self.weights, self.records, self.arena, options.seed + 1
+            self.drafting = DraftBench(shape, target, records, arena, self.ops, seed=seed)
 
     def open(self, case: DeviceCase) -> StepForward:
         """A step of the case's size, its inputs set: random tokens, shuffled pages, sequences one token apart in length
@@ -120,7 +145,7 @@ class StepBench:
             peers = draw_peers(shape, self.weights, self.ops, rows, options.ranks, fixed, generator)
         size = StepSize(case.requests, case.rows, count_pages(case))
         own = None if fixed is None else fixed[:, self._rank * rows : (self._rank + 1) * rows].contiguous()
-        step = StepForward(
+        step = open_step(
             shape,
             self.weights,
             self.records,
@@ -138,7 +163,7 @@ class StepBench:
         step.rows.positions.copy_(torch.tensor([position for ends in positions_of(case) for position in ends]))
         return step
 
-    def touched(self, step: StepForward, outputs: StepOutputs) -> list[int]:
+    def touched(self, step: StepForward, outputs: StepOutputs | Drafted) -> list[int]:
         """Per layer, how many of the experts here have rows of the latest step."""
         counts = []
         for number, layer in enumerate(self.weights.layers):
@@ -159,7 +184,10 @@ class StepBench:
                     continue
                 entries = last // role.ratio
                 if layer.keys is not None:
-                    records += _record_bytes(layer.keys) * entries
+                    if role.is_index_source:
+                        within = shape.candidate_blocks * shape.candidate_block_size
+                        seen = entries if role.candidate_source is None else min(entries, within)
+                        records += _record_bytes(layer.keys) * seen
                     entries = min(entries, shape.index_topk)
                 records += _record_bytes(layer.entries) * entries
         found = {
@@ -168,6 +196,12 @@ class StepBench:
             "records": records,
         }
         return found | {"total": sum(found.values())}
+
+
+def _fold(shape: ModelShape) -> npt.NDArray[np.int64]:
+    """int64[vocab]: classes of a made-up vocabulary."""
+    assert shape.engram is not None
+    return np.arange(shape.vocab_size) % shape.engram.num_classes
 
 
 def count_pages(case: DeviceCase) -> int:

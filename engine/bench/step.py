@@ -30,8 +30,11 @@ from engine.bench.rig import FORMATS, StepBench, StepOptions
 from engine.bench.routing import ROUTINGS
 from engine.errors import ConfigError
 from engine.model.graph import StepGraph
+from engine.model.step_drafts import Drafted
+from engine.model.step_forward import StepOutputs
 from engine.version import VERSION
 
+Served = Callable[[DeviceCase, float], dict[str, Any] | None]
 COPY_BYTES_PER_S = 4.3e12
 """Read and write of a large copy on an H200; the bound that steps are compared with."""
 
@@ -40,17 +43,23 @@ def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
     """Captures and times one case; the entry of a record."""
     options = bench.options
     step = bench.open(case)
+    drafting = bench.drafting if case.drafts else None
+    whole = step if drafting is None else drafting.wrap(case, step)
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    graph = StepGraph(step)
+    graph = StepGraph[StepOutputs | Drafted](whole)
     torch.cuda.synchronize()
     capture_s = time.perf_counter() - began
     outputs = graph.replay()
     logits, touched = outputs.logits.clone(), bench.touched(step, outputs)
     samples = [time_replays(graph, options.iters) for _ in range(options.samples)]
-    eager = step.run().logits
+    eager = whole.run().logits
     median_us = statistics.median(samples)
     moved = bench.count_bytes(case, touched)
+    rounds: list[int] = []
+    if drafting is not None and isinstance(outputs, Drafted):
+        rounds = drafting.touched(outputs, case)
+        moved = drafting.add_bytes(moved, rounds)
     bound_us = moved["total"] / COPY_BYTES_PER_S * 1e6
     run: dict[str, Any] = {
         "case": case.name,
@@ -64,6 +73,7 @@ def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
         "share_of_bound": bound_us / median_us,
         "bytes": moved,
         "experts_touched": {"mean": statistics.fmean(touched), "per_layer": touched},
+        "drafts": {"rounds": len(rounds), "experts_touched": rounds},
         "graph_equals_eager": bool(torch.equal(logits, eager)),
         "graph_vs_eager": float((logits - eager).norm() / eager.norm()),
         "finite": bool(logits.isfinite().all()),
@@ -78,8 +88,8 @@ def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
     }
     try:
         run["nodes"] = dataclasses.asdict(graph.count_nodes())
-        if options.profile:
-            run["profile"] = dataclasses.asdict(profile_step(step.run, graph.replay))
+        if options.profile and (not options.profiled or case.name in options.profiled):
+            run["profile"] = dataclasses.asdict(profile_step(whole.run, graph.replay))
     except Exception as error:
         # What the time is made of; without it, the time still counts.
         traceback.print_exc()
@@ -121,18 +131,30 @@ def measure_steps(options: StepOptions, arguments: Sequence[str], tell: Callable
         f"{options.model}: {len(bench.weights.slots.up)} experts, {torch.cuda.memory_allocated() / 1e9:.1f} GB on"
         f" {torch.cuda.get_device_name()}, filled in {time.perf_counter() - began:.1f} s"
     )
+    record = open_record(options, arguments)
+    measure_served: Served | None = None
+    if options.served:
+        # A rank's loop, which needs more than torch.
+        from engine.bench.admission import measure_admissions
+        from engine.bench.served_cuda import ServedBench
+
+        measure_served = ServedBench(bench).measure
+        rows = max(case.requests for case in options.cases)
+        record["admissions"] = measure_admissions(rows - 1, tell)
     runs = []
-    for run in measure_runs(bench):
+    for run in measure_runs(bench, measure_served):
         runs.append(run)
         tell(describe_run(run))
-    return open_record(options, arguments) | {"runs": runs}
+    return record | {"runs": runs}
 
 
-def measure_runs(bench: StepBench) -> Iterator[dict[str, Any]]:
-    """The entries of a record, one case after another."""
+def measure_runs(bench: StepBench, measure_served: Served | None = None) -> Iterator[dict[str, Any]]:
+    """The entries of a record, one case after another; `measure_served`: what is added to them, if they can have it."""
     for case in bench.options.cases:
         try:
-            yield measure_case(bench, case)
+            run = measure_case(bench, case)
+            served = None if measure_served is None else measure_served(case, run["median_us"])
+            yield run if served is None else run | {"served": served}
         except Exception as error:
             # A broken case must not cost the others their device time.
             traceback.print_exc()
@@ -159,12 +181,27 @@ def open_record(options: StepOptions, arguments: Sequence[str]) -> dict[str, Any
 def measure_asked(
     options: StepOptions, arguments: Sequence[str], tell: Callable[[str], None], *, is_group: bool
 ) -> dict[str, Any]:
-    """One rank's steps, or those of a group."""
+    """One rank's steps, or those of a group.
+
+    Raises:
+        ConfigError: there is no such device, or something asked for can not be had.
+    """
+    if options.served and options.ranks > 1 and not is_group:
+        raise ConfigError(
+            "--served runs whole ranks: for --as-rank-of give --dep, which has all ranks of the group, or none of both"
+            " and --layers so many that all experts fit"
+        )
     if not is_group:
         return measure_steps(options, arguments, tell)
-    from engine.bench.group import measure_group  # its processes import this module
+    # Its processes import this module.
+    from engine.bench.group import measure_group
 
-    return measure_group(options, arguments, tell)
+    record = measure_group(options, arguments, tell)
+    if options.served:
+        from engine.bench.served_group import add_served
+
+        add_served(record, options, tell)
+    return record
 
 
 def check_steps(options: StepOptions, tell: Callable[[str], None], device: torch.device) -> bool:
@@ -192,18 +229,22 @@ def describe_run(run: dict[str, Any]) -> str:
     if "error" in run:
         return f"{run['case']}: {run['error']}"
     nodes, moved = run.get("nodes", dict.fromkeys(("kernels", "copies", "fills", "others"), "?")), run["bytes"]
+    drafts = run.get("drafts", {}).get("rounds", 0)
     lines = [
         f"{run['case']}: {run['requests']} x {run['rows']} rows at {run['length']}: {run['median_us'] / 1e3:.3f} ms"
         f" (spread {run['spread_pct']:.1f} %), {run['share_of_bound']:.2f} of {run['bound_us'] / 1e3:.3f} ms",
         f"  {run['experts_touched']['mean']:.1f} experts a layer; {moved['total'] / 1e9:.2f} GB: experts"
         f" {moved['experts'] / 1e9:.2f}, dense {moved['dense'] / 1e9:.2f}, records {moved['records'] / 1e9:.2f}",
         f"  {nodes['kernels']} kernels, {nodes['copies']} copies, {nodes['fills']} fills, {nodes['others']} others;"
-        f" {run['distinct_tokens']} distinct tokens; {run['memory_bytes']['peak'] / 1e9:.1f} GB at most",
+        f" {drafts} drafts made; {run['distinct_tokens']} distinct tokens;"
+        f" {run['memory_bytes']['peak'] / 1e9:.1f} GB at most",
     ]
     if not run["finite"]:
         lines.append("  WRONG: logits are not finite")
     if not run["graph_equals_eager"]:
         lines.append(f"  WRONG: graph and eager run differ, {run['graph_vs_eager']:.1e} relative")
+    if "served" in run:
+        lines.append(describe_served(run["served"]))
     if "profile_error" in run:
         lines.append(f"  no profile: {run['profile_error']}")
     if "profile" in run:
@@ -215,6 +256,17 @@ def describe_run(run: dict[str, Any]) -> str:
         if not profile["matched"]:
             lines.append("  groups follow kernels' names: the eager run launched others")
     return "\n".join(lines)
+
+
+def describe_served(served: dict[str, Any]) -> str:
+    """The loop's step for people, in two lines."""
+    parts = ", ".join(f"{name} {us:.0f}" for name, us in served["parts_us"].items())
+    return (
+        f"  served {served['median_us'] / 1e3:.3f} ms (spread {served['spread_pct']:.1f} %), gap"
+        f" {served['gap_us'] / 1e3:.3f} ms; device {served['device_us'] / 1e3:.3f} ms, idle between steps"
+        f" {served['idle_us'] / 1e3:.3f} ms\n"
+        f"  processor, us a step: loop {served['loop_us']:.0f}, worker {served['worker_us']:.0f}; of it {parts}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,8 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", choices=FORMATS, default="fp8")
     parser.add_argument("--no-branches", dest="branches", action="store_false", help="all of a layer one after another")
     parser.add_argument("--layers", type=int, help="only the first ones")
+    parser.add_argument("--served", action="store_true", help="also as a decode rank's loop runs it")
     parser.add_argument("--check", action="store_true", help="compare each operation with its plain form; no timing")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profiled", action="append", default=[], help="trace this case and no other; may be repeated")
     parser.add_argument("--no-profile", action="store_false", dest="profile")
     parser.add_argument("--output-json", type=Path)
     given = vars(parser.parse_args(argv))
@@ -241,6 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given["ranks"] = dep
     try:
         cases = gather_cases(given.pop("case"), given.pop("shapes"))
+        given["profiled"] = tuple(given["profiled"])
+        for name in set(given["profiled"]) - {case.name for case in cases}:
+            raise ConfigError(f"--profiled {name} is none of the cases")
         asked = StepOptions(cases=tuple(cases), **given)
         if is_check:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

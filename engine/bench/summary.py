@@ -31,6 +31,25 @@ def summarise_forward(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"decode": decode, "prefill": prefill}
 
 
+def summarise_served(decode: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> None:
+    """Adds to the decode entries of a forward's summary what the same cases took in a rank's loop.
+
+    `gap_ms` is the served step less the bare one, medians of samples; `cpu_us` the processor time of a step, in the
+    loop's thread, in the device's, and by what it is spent on.
+    """
+    for entry in decode:
+        mine = [run for run in runs if (run["rows"], run["context"]) == (entry["rows"], entry["context"])]
+        if not mine:
+            continue
+        entry["served_ms"] = spread([run["step_ms_median"] for run in mine])
+        entry["gap_ms"] = round(entry["served_ms"]["median"] - entry["step_ms"]["median"], 4)
+        entry["cpu_us"] = {
+            "loop": spread([run["loop_us_per_step"] for run in mine])["median"],
+            "worker": spread([run["worker_us_per_step"] for run in mine])["median"],
+            **mine[0]["parts_us_per_step"],
+        }
+
+
 def summarise_serve(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians and spread over repeats, and ratios of what was measured in the same repeat."""
     counts = sorted({run["sequences"] for run in runs})

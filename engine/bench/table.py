@@ -25,7 +25,29 @@ def forward_table(record: dict[str, Any]) -> RenderableType:
     prompts = _table("prompt", "tokens/s")
     for case in summary["prefill"]:
         prompts.add_row(str(case["tokens"]), _range(case["tokens_per_s"], 0))
+    if any("served_ms" in case for case in summary["decode"]):
+        return Group(_title(record), steps, _served(record), prompts)
     return Group(_title(record), steps, prompts)
+
+
+def _served(record: dict[str, Any]) -> RenderableType:
+    """The same steps in a rank's loop; processor time in microseconds of a step."""
+    cases = [case for case in record["summary"]["decode"] if "served_ms" in case]
+    spent = list(cases[0]["cpu_us"])
+    table = _table("rows", "context", "served ms", "gap ms", *(f"{name} us" for name in spent))
+    for case in cases:
+        table.add_row(
+            str(case["rows"]),
+            str(case["context"]),
+            _range(case["served_ms"], 2),
+            f"{case['gap_ms']:.2f}",
+            *(f"{case['cpu_us'][name]:.0f}" for name in spent),
+        )
+    admissions = _table("admission of ids", "decode rank us", "prefill rank us", "to its commit us")
+    for found in record["admissions"]:
+        names = ("decode_us", "prefill_us", "prefill_whole_us")
+        admissions.add_row(str(found["ids"]), *(f"{found[name]:.0f}" for name in names))
+    return Group(table, admissions)
 
 
 def serve_table(record: dict[str, Any]) -> RenderableType:

@@ -123,10 +123,30 @@ class Decoder:
         self._forget_drafts(slabs)
         self._guides.forget(slabs)
 
-    def note_rows(self, slabs: Ints, stands: Ints) -> None:
-        """A pass of rows without drafts has ended that was not `run` here; the slabs stand at these positions."""
+    def note_rows(self, slabs: Ints, stands: Ints, drafts: Ints | None = None, counts: Ints | None = None) -> None:
+        """A pass of rows has ended that was not `run` here.
+
+        Args:
+            slabs: int64[n].
+            stands: int64[n], where they stand.
+            drafts: int64[n, any], what was proposed to follow, `counts` of them each; None for nothing.
+        """
         self._stands[slabs] = stands
         self._forget_drafts(slabs)
+        if drafts is not None and counts is not None:
+            self._drafts[slabs, : drafts.shape[1]] = drafts
+            self._num_drafts[slabs] = counts
+
+    def recall(self, slabs: Ints) -> tuple[Ints, Ints, Ints]:
+        """Where slabs stand (UNKNOWN where no pass has left them anywhere), how many drafts each has, and these as
+        int64[n, most]."""
+        return self._stands[slabs], self._num_drafts[slabs], self._drafts[slabs]
+
+    def check_ends(self, decode: Decode, ends: Ints) -> None:
+        """`check` for rows that may stand anywhere below these ends."""
+        self._chooser.check_slabs(decode.slabs)
+        self._chooser.check_pages(decode.tables, decode.widths, ends)
+        self._chooser.check_ids(decode.tokens[decode.tokens != UNKNOWN])
 
     def check(self, decode: Decode) -> None:
         """Raises DeviceError if a row of known position, without drafts, names a place or an id that there is not."""

@@ -16,6 +16,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,11 +33,11 @@ from engine.model.drafting import Proposer
 from engine.model.engram import load_tables
 from engine.model.expert_slots import TorchExpertSlots
 from engine.model.grammars import Grammars
-from engine.model.group import Connect, GroupWorker, Signal
+from engine.model.group import Connect, DispatchSteps, GroupWorker, Jobs, Signal, Steps
 from engine.model.grouping import Grouping, open_grouping
 from engine.model.kv import Arena, plan_layout
 from engine.model.passes import Job, StepRunner, copy_plan
-from engine.model.pipeline import Pipeline
+from engine.model.pipeline import Launched, Pipeline
 from engine.model.proposers import make_proposer
 from engine.model.row_model import RowModel
 from engine.model.rows import RowBatch
@@ -45,6 +46,10 @@ from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo, ExpertSlots
 from transport.checksum import BlockReader
 from transport.fabric import BlockRun
+
+if TYPE_CHECKING:
+    from engine.model.gpu_group import GraphSteps
+    from engine.model.gpu_rank import GpuGroup
 
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
@@ -82,7 +87,7 @@ class TorchDevice:
         info: DeviceInfo,
         *,
         threads: int = 1,
-        grouping: Grouping | None = None,
+        grouping: Grouping | GpuGroup | None = None,
         proposer: Proposer | None = None,
         rejects: bool = False,
         grammars: Grammars | None = None,
@@ -92,7 +97,7 @@ class TorchDevice:
         """Starts the worker. Must run inside trio.
 
         Args:
-            model: taken. In a group its `mixture` is set.
+            model: taken. In a group of CPUs its `mixture` is set.
             info: what the rank is told.
             threads: torch threads of the worker. Bitwise equal rows are promised for 1.
             grouping: what a rank of a group has beyond the model; taken.
@@ -107,7 +112,7 @@ class TorchDevice:
         self._model = model
         self._info = info
         self._threads = max(1, threads)
-        self._jobs: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._tickets: collections.deque[StepTicket] = collections.deque()
         self._read_checksums = read_checksums or BlockReader(model.arena.block_runs()).checksums
         self._queued = 0
@@ -118,6 +123,7 @@ class TorchDevice:
         self._grouping = grouping
         self._experts: TorchExpertSlots | None = None
         self._group: GroupWorker | None = None
+        self._ahead: GraphSteps | None = None
         if grouping is not None:
             self._experts, self._group = self._open_group(grouping)
         self._token = trio.lowlevel.current_trio_token()
@@ -202,15 +208,21 @@ class TorchDevice:
         if self._grammars is not None:
             self._grammars.close()
 
-    def _open_group(self, grouping: Grouping) -> tuple[TorchExpertSlots, GroupWorker]:
-        dispatch = Dispatch(grouping.pools, grouping.idle_steps)
-        self._model.mixture = dispatch
+    def _open_group(self, grouping: Grouping | GpuGroup) -> tuple[TorchExpertSlots, GroupWorker]:
         experts = TorchExpertSlots(
             grouping.pools, grouping.sources, grouping.address, lambda: self._jobs.put(Signal.LOOK)
         )
+        steps: Steps
+        if isinstance(grouping, Grouping):
+            dispatch = Dispatch(grouping.pools, grouping.idle_steps)
+            self._model.mixture = dispatch
+            steps = DispatchSteps(self._runner, dispatch, experts)
+        else:
+            assert isinstance(self._model, StepModel) and self._pipeline is not None
+            steps = self._ahead = grouping.make_steps(self._runner, self._model, self._pipeline, experts)
         worker = GroupWorker(
             self._runner,
-            dispatch,
+            steps,
             experts,
             grouping.connect,
             group_s=grouping.group_s,
@@ -233,6 +245,8 @@ class TorchDevice:
         finally:
             if self._group is not None and self._grouping is not None:
                 self._group.end()
+                if self._ahead is not None and self._failure is None:
+                    self._ahead.close()
                 self._grouping.close()
 
     def _end_next(self, run: Callable[[StepTicket], StepResult]) -> None:
@@ -250,8 +264,7 @@ class TorchDevice:
         """Whether the job is under way, and ends later. If not, all before it have ended."""
         pipeline, failure = self._pipeline, None
         try:
-            if pipeline is not None and self._failure is None and pipeline.accepts(job):
-                pipeline.launch(job)
+            if pipeline is not None and self._failure is None and self._start(job, pipeline):
                 return True
         except Exception as error:  # the rank boundary; those before it end as they would have
             failure = error
@@ -261,40 +274,64 @@ class TorchDevice:
             self._fail(failure)
         return False
 
+    def _start(self, job: Job, pipeline: Pipeline) -> bool:
+        if self._ahead is not None and self._group is not None:
+            return self._ahead.launch(self._group, job)
+        if not pipeline.accepts(job):
+            return False
+        pipeline.check(job)
+        pipeline.launch(job)
+        return True
+
     def _end_launched(self, pipeline: Pipeline) -> None:
         """Ends the first step under way. On a device that has failed nobody waits for it."""
-        first = pipeline.take_first()
-        self._end_next(lambda ticket: pipeline.finish(first))
+        self._end_next(functools.partial(self._finish_launched, pipeline, pipeline.take_first()))
+
+    def _finish_launched(self, pipeline: Pipeline, first: Launched, ticket: StepTicket) -> StepResult:
+        if self._ahead is None or self._group is None:
+            return pipeline.finish(first)
+        return self._ahead.finish(self._group, first, self._jobs, functools.partial(self._tell_broken, ticket))
 
     def _take(self) -> Job | None:
-        """The next job, None at the end. What is under way ends meanwhile; a group's worker joins memberships."""
-        take = self._take_alone if self._group is None else functools.partial(self._group.take, self._jobs)
+        """The next job, None at the end. What is under way ends meanwhile; memberships are joined."""
         try:
-            return take()
+            return self._take_job()
         except trio.RunFinishedError:
             raise
         except Exception as error:  # the rank boundary, between two steps: whoever waits next hears of it
             self._fail(error)
-        return take()
+        return self._take_job()
 
-    def _take_alone(self) -> Job | None:
-        pipeline = self._pipeline
-        while pipeline:
-            if self._failure is not None or pipeline.has_ended:
+    def _take_job(self) -> Job | None:
+        pipeline, group = self._pipeline, self._group
+        while True:
+            if pipeline and (self._failure is not None or pipeline.has_ended):
                 self._end_launched(pipeline)
                 continue
-            with contextlib.suppress(queue.Empty):
-                item = self._jobs.get(timeout=LOOK_S)
-                return item if isinstance(item, Job) else None
-        item = self._jobs.get()
-        return item if isinstance(item, Job) else None
+            if pipeline and self._ahead is not None and group is not None:
+                self._ahead.watch(group)
+            elif group is not None and group.can_meet:
+                group.meet()
+                continue
+            timeout_s = LOOK_S if pipeline else None
+            if group is not None:
+                item = group.next_item(self._jobs, timeout_s)
+            else:
+                item = None
+                with contextlib.suppress(queue.Empty):
+                    item = self._jobs.get(timeout=timeout_s)
+            if isinstance(item, Job):
+                return item
+            if item is Signal.CLOSE:
+                return None
 
     def _run(self, job: Job, ticket: StepTicket) -> StepResult:
         if self._group is None:
             return self._runner.run(job)
-        return self._group.run(
-            job, self._jobs, lambda breakage: self._token.run_sync_soon(self._break, ticket, breakage)
-        )
+        return self._group.run(job, self._jobs, functools.partial(self._tell_broken, ticket))
+
+    def _tell_broken(self, ticket: StepTicket, breakage: GroupBroken) -> None:
+        self._token.run_sync_soon(self._break, ticket, breakage)
 
     def _fail(self, error: Exception) -> None:
         self._failure = f"{type(error).__name__}: {error}"
@@ -319,6 +356,7 @@ async def open_torch_device(
     mesh_address: str = "",
     connect: Connect | None = None,
     rank: int = 0,
+    place: int = 0,
 ) -> TorchDevice:
     """Load the model, allocate the arena, run a step to warm up.
 
@@ -331,6 +369,7 @@ async def open_torch_device(
         mesh_address: of a rank in a group: path of the socket where the others find it.
         connect: of a rank in a group: in place of a mesh of sockets, for tests.
         rank: which GPU, where device is cuda: ranks take those of the host in turn.
+        place: of a rank of a group among its members.
 
     Raises:
         ConfigError: there is no such device, or the checkpoint can not be used on it.
@@ -345,12 +384,14 @@ async def open_torch_device(
 
     # Loading is not cancellable half-way: what a supervisor wants to stop, it kills.
     model: RowModel
-    grouping: Grouping | None = None
+    grouping: Grouping | GpuGroup | None = None
     proposer: Proposer | None = None
     read_checksums: ReadChecksums | None = None
     if gpu is not None:
-        on_gpu, info = await trio.to_thread.run_sync(_load_on_gpu, config, report, poison, gpu)
-        model, read_checksums = on_gpu, on_gpu.arena.read_checksums
+        on_gpu, info, grouping = await trio.to_thread.run_sync(
+            _load_on_gpu, config, report, poison, gpu, mesh_address, place
+        )
+        model, read_checksums, proposer = on_gpu, on_gpu.arena.read_checksums, on_gpu.drafter
     else:
         model, info, grouping, proposer = await trio.to_thread.run_sync(
             _load, config, report, poison, mesh_address, connect
@@ -386,11 +427,20 @@ def choose_gpu(rank: int) -> int:
     return rank % count
 
 
-def _load_on_gpu(config: RankConfig, report: ReportPhase, poison: bool, gpu: int) -> tuple[StepModel, DeviceInfo]:
-    from engine.model.step_loading import load_step_model  # Triton, which a CPU's rank does not need
-
+def _load_on_gpu(
+    config: RankConfig, report: ReportPhase, poison: bool, gpu: int, mesh_address: str, place: int
+) -> tuple[StepModel, DeviceInfo, GpuGroup | None]:
     torch.cuda.set_device(gpu)
-    return load_step_model(config, report, torch.device("cuda", gpu), poison=poison)
+    device = torch.device("cuda", gpu)
+    # Triton, which a CPU's rank does not need.
+    if config.group > 1:
+        from engine.model.gpu_rank import load_gpu_group
+
+        return load_gpu_group(config, report, device, place=place, mesh_address=mesh_address, poison=poison)
+    from engine.model.step_loading import load_step_model
+
+    model, info = load_step_model(config, report, device, poison=poison)
+    return model, info, None
 
 
 def _load(

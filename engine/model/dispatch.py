@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.core.pact import WORDS_BYTES, Agreement, Words, agree, unpack_words
 from engine.errors import RemoteProtocolError
 from engine.model.exchange import Key, Piece
-from engine.model.slots import SlotPool, SlotTable, identify_rows
+from engine.model.slots import ExpertPool, SlotPool, SlotTable, identify_rows
 from engine.model.tiles import Choice, pad_rows
 
 Ints = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class Load:
         pairs, expert_ns: pairs computed here, and what that took, nanoseconds.
     """
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: ExpertPool) -> None:
         """Nothing yet."""
         self.counts = np.zeros((pool.info.layers, pool.info.experts), np.int64)
         self.pairs = self.expert_ns = 0

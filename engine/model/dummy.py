@@ -8,14 +8,16 @@ is falsely fast; who measures says how many experts were touched.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import tensor_specs
+from engine.model.checkpoint import GROUP, tensor_specs
 from engine.model.records import Records
 from engine.model.shapes import ModelShape
+from engine.model.slot_form import SlotForm
 from kernels.forms import Plane, SlotWeights, Weight
 
 CLEAN = -0x0101010101010102
@@ -35,9 +37,11 @@ class DummySource:
     ) -> None:
         """`dtype`: of what a checkpoint stores in bf16. Matrices and experts are quantised as a vendor's are."""
         self.device = device
+        self.expert_dtype = torch.uint8
         self._dtype = dtype
         self._specs = tensor_specs(shape)
         self._shape = shape
+        self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
         self._e4m3_rms = _e4m3_rms()
 
@@ -73,17 +77,32 @@ class DummySource:
         drawn = torch.rand((rows, self._shape.num_experts), generator=self._generator, device=self.device)
         return drawn.topk(chosen, -1).indices.int()
 
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        rows, columns = self._specs[name].shape
+        data = _random_words(torch.empty((rows, columns), dtype=torch.uint8, device=self.device), self._generator)
+        byte = 127 + round(math.log2(1 / self._e4m3_rms))
+        scale = self._bytes(rows, -(-columns // GROUP), low=byte - 1, high=byte + 1)
+        # Where a real one would be.
+        placed = data.cpu().pin_memory() if self.device.type == "cuda" else data
+        return placed.view(torch.float8_e4m3fn), scale
+
     def slots(self, owned: Sequence[tuple[int, int]]) -> SlotWeights:
-        shape, count = self._shape, len(owned)
-        width, hidden = shape.expert_width, shape.hidden
-        parts = []
-        for rows, columns in ((2 * width, hidden), (hidden, width)):
-            data = torch.empty((count, rows, columns // 2), dtype=torch.uint8, device=self.device)
-            data.view(torch.int64).random_(-(2**63), None, generator=self._generator)
+        form = SlotForm(self._shape.hidden, self._shape.expert_width, torch.uint8)
+        slots = form.allocate(len(owned), self.device)
+        for slot, (layer, expert) in enumerate(owned):
+            self.put_expert(f"layers.{layer}.ffn.experts", expert, slots, slot)
+        return slots
+
+    def put_expert(self, stack: str, expert: int, slots: SlotWeights, slot: int) -> None:
+        """Writes an expert's weights into a slot: a `PutExpert`. They are the same on any rank, in any slot."""
+        assert slots.up_scale is not None and slots.down_scale is not None
+        number = zlib.crc32(f"{self._seed} {stack} {expert}".encode())
+        generator = torch.Generator(self.device).manual_seed(number)
+        for data, scale in ((slots.up[slot], slots.up_scale[slot]), (slots.down[slot], slots.down_scale[slot])):
+            data.view(-1).view(torch.int64).random_(-(2**63), None, generator=generator)
             # Bytes b - 1 to b + 1 have the same mean square as 0.6 above b.
-            byte = 127 + round(math.log2(columns**-0.5 / E2M1_RMS) - 0.6)
-            parts += [data, self._bytes(count, rows, columns // 32, low=byte - 1, high=byte + 1)]
-        return SlotWeights(*parts)
+            byte = 127 + round(math.log2((2 * data.shape[1]) ** -0.5 / E2M1_RMS) - 0.6)
+            scale.random_(byte - 1, byte + 2, generator=generator)
 
     def _normal(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, generator=self._generator, device=self.device)
@@ -116,6 +135,14 @@ def fill_arena(records: Records, arena: Tensor, *, seed: int = 0) -> None:
                     (records.num_slabs, ring.rows * ring.width), (ring.stride // 4, 1), ring.data // 4
                 )
                 rows.normal_(generator=generator)
+
+
+    if records.ids is not None:
+        ids = arena.view(torch.int32).as_strided(
+            (records.num_slabs, records.ids.rows), (records.ids.stride // 4, 1), records.ids.data // 4
+        )
+        # Every vocabulary has these.
+        ids.random_(0, 256, generator=generator)
 
 
 def _planes(records: Records) -> Iterator[tuple[Plane, int]]:

@@ -11,12 +11,15 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from engine.model.peer_memory import PeerMapping
 
 Piece = bytes | bytearray | memoryview | npt.NDArray[Any]
 """What a frame is made of: contiguous bytes in any shape."""
@@ -129,9 +132,14 @@ class Mesh:
 
     Attributes:
         places: living places, own included, in order.
+        peers: by place the others' memory, where members share some. They stay mapped after `close`: whoever has made
+            the mesh closes them, when no kernel can touch them any more.
     """
 
-    def __init__(self, place: int, links: Sequence[Link], limit_s: float) -> None:
+    def __init__(
+        self, place: int, links: Sequence[Link], limit_s: float, peers: Mapping[int, PeerMapping] | None = None
+    ) -> None:
+        self.peers: Mapping[int, PeerMapping] = peers or {}
         self.places = tuple(sorted([place, *(link.place for link in links)]))
         self._links = {link.place: link for link in links}
         self._limit_s = limit_s
@@ -193,6 +201,16 @@ class Mesh:
             raise
         self._begun = None
         return frames
+
+    def find_gone(self) -> MeshBroken | None:
+        """A member whose connection has ended, if there is one. Between two exchanges, and does not wait."""
+        poll = select.poll()
+        links = {link.fd: link for link in self._links.values()}
+        for fd in links:
+            poll.register(fd, select.POLLRDHUP)
+        for fd, _ in poll.poll(0):
+            return MeshBroken(links[fd].place, "closed its connection", overdue=False)
+        return None
 
     def close(self) -> None:
         """Ends all connections. Views that were returned stay readable."""

@@ -16,22 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import trio
-from torch import Tensor
 
 from engine.core.group import Membership
 from engine.core.pact import PARTS
 from engine.core.placement import EMPTY, Placement
 from engine.errors import ConfigError, DeviceError, LocalProtocolError
 from engine.model.dispatch import Load
-from engine.model.slots import ReadExpert, SlotPool, SlotTable
+from engine.model.slots import ExpertPool, ExpertSource, SlotTable
 from engine.ports import PartLoads
-
-
-class PartSource(NamedTuple):
-    """Where the experts of a part are read from, and per layer the norm float[hidden] that is folded into them."""
-
-    read: ReadExpert
-    folds: Sequence[Tensor]
 
 
 class Prepared(NamedTuple):
@@ -46,7 +38,7 @@ class TorchExpertSlots:
     """`ports.ExpertSlots`; and for the worker, the methods from `take_membership` on."""
 
     def __init__(
-        self, pools: Sequence[SlotPool], sources: Sequence[PartSource], address: str, wake: Callable[[], None]
+        self, pools: Sequence[ExpertPool], sources: Sequence[ExpertSource], address: str, wake: Callable[[], None]
     ) -> None:
         """Args:
         pools, sources: by part; `pools` stays readable.
@@ -313,13 +305,10 @@ class TorchExpertSlots:
         return missing
 
     def _load(self, part: int, slot: int, key: int) -> None:
-        pool, source = self.pools[part], self._sources[part]
-        layer, expert = divmod(key, pool.info.experts)
         try:
-            weights = source.read(layer, expert)
+            self._sources[part].load(slot, key)
         except ConfigError as error:
-            raise DeviceError(f"{pool.name_key(key)} can not be loaded: {error}") from error
-        pool.fill(slot, key, weights, source.folds[layer])
+            raise DeviceError(f"{self.pools[part].name_key(key)} can not be loaded: {error}") from error
 
     def _set_word(self, part: int, epoch: int) -> None:
         words = list(self._ready)

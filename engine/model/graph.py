@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from engine.model.step_forward import StepForward, StepOutputs
+Outputs = TypeVar("Outputs", covariant=True)
 
 WARM_UPS = 2
 """Runs before a capture: kernels compile and libraries make their handles."""
@@ -30,14 +30,22 @@ class Nodes:
     others: int
 
 
-class StepGraph:
+class Step(Protocol[Outputs]):
+    """What can be captured: launches only, whose inputs and results stay where they are."""
+
+    def run(self) -> Outputs:
+        """Enqueues it."""
+        ...
+
+
+class StepGraph(Generic[Outputs]):
     """A captured step, whose input buffers it borrows.
 
     Attributes:
         outputs: of the latest replay.
     """
 
-    def __init__(self, step: StepForward, pool: Any = None) -> None:
+    def __init__(self, step: Step[Outputs], pool: Any = None) -> None:
         """Runs the step on its present inputs, then captures it.
 
         Args:
@@ -64,7 +72,7 @@ class StepGraph:
         """What the graph consists of."""
         return _count_nodes(self._graph.raw_cuda_graph())
 
-    def replay(self) -> StepOutputs:
+    def replay(self) -> Outputs:
         """Enqueue the step on the current stream."""
         self._graph.replay()
         return self.outputs

@@ -1,16 +1,19 @@
-"""GroupWorker: the steps of a rank in a group, on the device's worker thread.
+"""GroupWorker: where a rank stands in its group, on the device's worker thread: memberships, steps, breakages.
 
 It joins memberships, agrees with the other members in each step, and after a breakage runs what was not finished again
-in the next membership. A step that breaks off keeps the passes that it has finished.
+in the next membership. A step that breaks off keeps the passes that it has finished. How rows meet experts is another's
+matter (`Steps`): `DispatchSteps` here on a CPU, `gpu_group.GraphSteps` on GPUs.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import queue
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.core.group import Membership
 from engine.core.pact import Agreement, GroupStep, Words
@@ -18,11 +21,12 @@ from engine.core.plan import StepResult
 from engine.errors import DeviceError, GroupBroken
 from engine.model.dispatch import Dispatch, Mesh
 from engine.model.exchange import MeshBroken
-from engine.model.expert_slots import TorchExpertSlots
+from engine.model.expert_slots import Prepared, TorchExpertSlots
 from engine.model.passes import Job, Progress, StepRunner
 
 Connect = Callable[[Membership, int, Callable[[], bool]], Mesh]
 """(membership, own place, whether it is still wanted) to a mesh; raises MeshBroken, also when it is not wanted."""
+OnBroken = Callable[[GroupBroken], None]
 
 
 class Signal(enum.Enum):
@@ -32,13 +36,42 @@ class Signal(enum.Enum):
     CLOSE = "no more jobs"
 
 
+Jobs = queue.SimpleQueue[Job | Signal]
+
+
+class StepVoid(MeshBroken):
+    """A step in which rows did not come, found when it was over: nothing of it counts. `step`: which one."""
+
+    def __init__(self, place: int, why: str, *, step: int, overdue: bool) -> None:
+        super().__init__(place, why, overdue=overdue)
+        self.step = step
+
+
+class Steps(Protocol):
+    """How the steps of a group are run."""
+
+    def enter(self, mesh: Mesh, prepared: Prepared) -> None:
+        """A membership begins, all of whose members are connected. Nothing of the last one is under way."""
+        ...
+
+    def run(self, group: GroupWorker, job: Job, progress: Progress) -> StepResult:
+        """One step, as far as `progress` has not come. Raises MeshBroken if it breaks off."""
+        ...
+
+
 class GroupWorker:
-    """See the module. All methods belong to the worker's thread."""
+    """See the module. All methods belong to the worker's thread.
+
+    Attributes:
+        mesh: to the members of the present membership; None where it is over, or was never met.
+        place: the own one in it.
+        step: the next one in it.
+    """
 
     def __init__(
         self,
         runner: StepRunner,
-        dispatch: Dispatch,
+        steps: Steps,
         experts: TorchExpertSlots,
         connect: Connect,
         *,
@@ -49,42 +82,51 @@ class GroupWorker:
         group_s: how long a job waits for the next membership, seconds.
         is_closing: whether the device is being closed: then nothing is waited for.
         """
+        self.mesh: Mesh | None = None
+        self.place = 0
+        self.step = 0
         self._runner = runner
-        self._dispatch = dispatch
+        self._steps = steps
         self._experts = experts
         self._connect = connect
         self._group_s = group_s
         self._is_closing = is_closing
-        self._mesh: Mesh | None = None
         self._membership: Membership | None = None
         self._number = 0
-        self._step = 0
-        self._place = 0
         self._breakage: GroupBroken | None = None
         self._stopped: GroupStep | None = None
         self._ended = False
         self._early: collections.deque[Job | Signal] = collections.deque()
 
-    def take(self, jobs: queue.SimpleQueue[Job | Signal]) -> Job | None:
-        """The next job; None when there are no more. Meanwhile joins what is to be joined without one."""
-        while True:
-            wanted = self._mesh is None and self._experts.joined > self._number
-            if wanted and not self._ended and not self._is_closing():
-                self._open()
-                continue
-            item = self._early.popleft() if self._early else jobs.get()
-            if isinstance(item, Job):
-                return item
-            if item is Signal.CLOSE:
-                return None
+    @property
+    def number(self) -> int:
+        """Of the present membership, 0 before the first."""
+        return self._number
 
-    def run(
-        self, job: Job, jobs: queue.SimpleQueue[Job | Signal], on_broken: Callable[[GroupBroken], None]
-    ) -> StepResult:
+    @property
+    def is_stopped(self) -> bool:
+        """All members have agreed that there is nothing left to do."""
+        return self._stopped is not None
+
+    @property
+    def can_meet(self) -> bool:
+        """Another membership is to be joined, which `meet` does."""
+        is_wanted = self.mesh is None and self._experts.joined > self._number
+        return is_wanted and not self._ended and not self._is_closing()
+
+    def next_item(self, jobs: Jobs, timeout_s: float | None) -> Job | Signal | None:
+        """What comes next, in order; None if nothing has within the time."""
+        if self._early:
+            return self._early.popleft()
+        with contextlib.suppress(queue.Empty):
+            return jobs.get(timeout=timeout_s)
+        return None
+
+    def run(self, job: Job, jobs: Jobs, on_broken: OnBroken) -> StepResult:
         """One job, in as many memberships as it takes.
 
         Args:
-            jobs: looked into while there is no group; jobs are kept for `take`.
+            jobs: looked into while there is no group; jobs are kept for `next_item`.
             on_broken: told of each breakage once.
 
         Raises:
@@ -97,74 +139,79 @@ class GroupWorker:
             if self._breakage is not None:
                 on_broken(self._breakage)
                 self._breakage = None
-            if self._mesh is None:
+            if self.mesh is None:
                 self._await_join(jobs)
-                self._open()
+                self.meet()
                 continue
             try:
-                return self._run_step(job, progress)
+                return self._steps.run(self, job, progress)
             except MeshBroken as broken:
-                self._note_broken(broken)
+                self.note_broken(broken)
 
-    def end(self) -> None:
-        """Leaves for good; `take` only hands jobs over from now on. The others feel it at once."""
-        self._ended = True
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._mesh is not None:
-            self._mesh.close()
-            self._mesh = None
-
-    def _run_step(self, job: Job, progress: Progress) -> StepResult:
+    def say(self, job: Job, *, rows: int, passes: int, drafts: int) -> Words:
+        """This rank's words for the step, one snapshot of what its loop has set."""
         assert self._membership is not None
-        experts, active = self._experts, self._experts.active
-        words = Words(
-            generation=self._membership.members[self._place].generation,
-            rows=progress.rows,
-            passes=len(progress.waiting),
-            drafts=self._runner.count_drafts(progress),
+        return Words(
+            generation=self._membership.members[self.place].generation,
+            rows=rows,
+            passes=passes,
+            drafts=drafts,
             idle=job.idle,
-            join=max(experts.joined, self._number),
+            join=max(self._experts.joined, self._number),
             stop=int(job.stop),
-            ready=experts.ready,
+            ready=self._experts.ready,
         )
-        tables = [experts.find_table(part) for part in range(len(active))]
-        self._dispatch.open_step(self._step, words, tables, active)
-        passes = 1
-        done = 0
-        while done < passes:
-            began = time.perf_counter_ns()
-            try:
-                if progress.waiting:
-                    self._runner.run_next(progress, repeatable=True)
-                else:
-                    self._runner.run_nothing()
-            finally:
-                progress.device_ns += time.perf_counter_ns() - began
-            done += 1
-            passes = self._dispatch.agreement.passes
-        agreed = self._dispatch.agreement
-        if agreed.drafts:
-            # All members go along, behind the last pass of all; who wants no drafts, with no rows.
-            began = time.perf_counter_ns()
-            try:
-                self._runner.propose(progress, agreed.drafts)
-            finally:
-                progress.device_ns += time.perf_counter_ns() - began
-        group = GroupStep(self._number, self._step, active, agreed.park, agreed.stop)
-        experts.add_loads(self._dispatch.take_loads(), steps=1 if job.chunks or job.decode else 0)
-        self._latch(agreed, group)
-        return self._runner.finish(job, progress, group)
 
-    def _latch(self, agreed: Agreement, group: GroupStep) -> None:
-        """What was agreed holds from the next step on."""
-        self._step += 1
+    def latch(self, agreed: Agreement) -> GroupStep:
+        """What was agreed holds from the next step on. Returns what the result of this one says of it."""
+        group = GroupStep(self._number, self.step, self._experts.active, agreed.park, agreed.stop)
+        self.step += 1
         self._experts.advance(agreed.active)
         if agreed.stop:
             self._stopped = group
         if agreed.leave:
-            self._leave()
+            self.leave()
+        return group
+
+    def leave(self) -> None:
+        """Ends the connections, if there are any: the others feel it at once."""
+        if self.mesh is not None:
+            self.mesh.close()
+            self.mesh = None
+
+    def end(self) -> None:
+        """Leaves for good."""
+        self._ended = True
+        self.leave()
+
+    def note_broken(self, broken: MeshBroken) -> None:
+        """The membership is over; it is told to whoever waits for the job that is run next."""
+        assert self._membership is not None
+        self.leave()
+        if self._breakage is None:
+            rank = self._membership.members[broken.place].rank
+            step = broken.step if isinstance(broken, StepVoid) else self.step
+            self._breakage = GroupBroken(self._number, step, rank, broken.why, overdue=broken.overdue)
+
+    def meet(self) -> None:
+        """Meets the members of the membership that was joined last; a failure is kept for the next job's waiter."""
+        number = self._experts.joined
+        prepared = self._experts.find_prepared(number)
+        self._number, self.step, self.place = number, 0, prepared.place
+        self._membership = prepared.membership
+        self._experts.enter(number)
+        try:
+            mesh = self._connect(
+                prepared.membership,
+                prepared.place,
+                lambda: self._experts.joined == number and not self._is_closing(),
+            )
+        except MeshBroken as broken:
+            if self._experts.joined == number:
+                self.note_broken(broken)
+            return
+        self.mesh = mesh
+        self._steps.enter(mesh, prepared)
 
     def _answer_stopped(self, job: Job, progress: Progress) -> StepResult:
         """A step that was submitted before the end of the group was seen: nobody else may run it."""
@@ -172,7 +219,7 @@ class GroupWorker:
             raise DeviceError(f"step {job.step} has rows and the group has stopped")
         return self._runner.finish(job, progress, self._stopped)
 
-    def _await_join(self, jobs: queue.SimpleQueue[Job | Signal]) -> None:
+    def _await_join(self, jobs: Jobs) -> None:
         """Until another membership than the last one is joined."""
         due = time.monotonic() + self._group_s
         while self._experts.joined <= self._number:
@@ -187,29 +234,50 @@ class GroupWorker:
             if item is not Signal.LOOK:
                 self._early.append(item)
 
-    def _open(self) -> None:
-        """Meets the members of the membership that was joined last; a failure is kept for the next job's waiter."""
-        number = self._experts.joined
-        prepared = self._experts.find_prepared(number)
-        self._number, self._step, self._place = number, 0, prepared.place
-        self._membership = prepared.membership
-        self._experts.enter(number)
-        try:
-            mesh = self._connect(
-                prepared.membership,
-                prepared.place,
-                lambda: self._experts.joined == number and not self._is_closing(),
-            )
-        except MeshBroken as broken:
-            if self._experts.joined == number:
-                self._note_broken(broken)
-            return
-        self._mesh = mesh
-        ranks = [member.rank for member in prepared.membership.members]
-        self._dispatch.enter(mesh, prepared.place, ranks, number)
 
-    def _note_broken(self, broken: MeshBroken) -> None:
-        assert self._membership is not None
-        self._leave()
-        rank = self._membership.members[broken.place].rank
-        self._breakage = GroupBroken(self._number, self._step, rank, broken.why, overdue=broken.overdue)
+class DispatchSteps:
+    """Steps whose rows go to their experts by `dispatch`, whose first exchange carries the words."""
+
+    def __init__(self, runner: StepRunner, dispatch: Dispatch, experts: TorchExpertSlots) -> None:
+        """All are borrowed; `dispatch` is the mixture of the runner's model."""
+        self._runner = runner
+        self._dispatch = dispatch
+        self._experts = experts
+
+    def enter(self, mesh: Mesh, prepared: Prepared) -> None:
+        """See `Steps.enter`."""
+        ranks = [member.rank for member in prepared.membership.members]
+        self._dispatch.enter(mesh, prepared.place, ranks, prepared.membership.number)
+
+    def run(self, group: GroupWorker, job: Job, progress: Progress) -> StepResult:
+        """See `Steps.run`."""
+        runner, dispatch, experts = self._runner, self._dispatch, self._experts
+        words = group.say(
+            job, rows=progress.rows, passes=len(progress.waiting), drafts=runner.count_drafts(progress)
+        )
+        active = experts.active
+        tables = [experts.find_table(part) for part in range(len(active))]
+        dispatch.open_step(group.step, words, tables, active)
+        passes = 1
+        done = 0
+        while done < passes:
+            began = time.perf_counter_ns()
+            try:
+                if progress.waiting:
+                    runner.run_next(progress, repeatable=True)
+                else:
+                    runner.run_nothing()
+            finally:
+                progress.device_ns += time.perf_counter_ns() - began
+            done += 1
+            passes = dispatch.agreement.passes
+        agreed = dispatch.agreement
+        if agreed.drafts:
+            # All members go along, behind the last pass of all; who wants no drafts, with no rows.
+            began = time.perf_counter_ns()
+            try:
+                runner.propose(progress, agreed.drafts)
+            finally:
+                progress.device_ns += time.perf_counter_ns() - began
+        experts.add_loads(dispatch.take_loads(), steps=1 if job.chunks or job.decode else 0)
+        return runner.finish(job, progress, group.latch(agreed))

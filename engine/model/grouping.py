@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,13 @@ from engine.core.pact import PARTS
 from engine.errors import ConfigError
 from engine.model.checkpoint import ExpertReader
 from engine.model.dispatch import Mesh
-from engine.model.expert_slots import PartSource
 from engine.model.group import Connect
 from engine.model.layers import WeightMap
 from engine.model.mesh import MeshListener, open_mesh
+from engine.model.peer_memory import SharedMemory
 from engine.model.shapes import ModelShape
-from engine.model.slots import SlotPool
+from engine.model.slots import PartSource, SlotPool
+from transport.messages import Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,34 @@ class Grouping:
     idle_steps: int
     group_s: float
     close: Callable[[], None]
+
+
+class PartSize(NamedTuple):
+    """A part of the model and its slots on one rank.
+
+    Attributes:
+        stack: prefix of its layers' names in a checkpoint.
+    """
+
+    name: Part
+    stack: str
+    layers: int
+    experts: int
+    slots: int
+
+
+def plan_parts(config: RankConfig, shape: ModelShape) -> tuple[PartSize, ...]:
+    """The parts of a model whose experts are in slots, in the order of `PARTS`."""
+    sizes = [("layers", shape.num_layers, shape.num_experts, config.experts_main.spare_slots)]
+    if shape.drafter is not None:
+        drafter = shape.drafter
+        sizes.append(("mtp", drafter.num_stages, drafter.num_experts, config.experts_draft.spare_slots))
+    elif shape.num_predict_layers:
+        sizes.append(("mtp", shape.num_predict_layers, shape.num_experts, config.experts_draft.spare_slots))
+    return tuple(
+        PartSize(part, stack, layers, experts, count_slots(layers, experts, config.group, spare))
+        for part, (stack, layers, experts, spare) in zip(PARTS, sizes, strict=False)
+    )
 
 
 def count_slots(layers: int, experts: int, ranks: int, spare: int) -> int:
@@ -66,43 +96,66 @@ def open_grouping(
         raise ConfigError(
             f"replay_rows must be 0 for ranks of a group (group is {config.group}), found {config.replay_rows}"
         )
-    sizes = [("layers", shape.num_layers, shape.num_experts, config.experts_main.spare_slots)]
-    if shape.drafter is not None:
-        drafter = shape.drafter
-        sizes.append(("mtp", drafter.num_stages, drafter.num_experts, config.experts_draft.spare_slots))
-    elif shape.num_predict_layers:
-        sizes.append(("mtp", shape.num_predict_layers, shape.num_experts, config.experts_draft.spare_slots))
+    sizes = plan_parts(config, shape)
     pools = tuple(
-        SlotPool(
-            part, layers, experts, count_slots(layers, experts, config.group, spare),
-            shape.hidden, shape.expert_width, shape.clamp,
-        )
-        for part, (_, layers, experts, spare) in zip(PARTS, sizes, strict=False)
-    )  # fmt: skip
+        SlotPool(size.name, size.layers, size.experts, size.slots, shape.hidden, shape.expert_width, shape.clamp)
+        for size in sizes
+    )
     reader = ExpertReader(directory, shape)
-    sources = tuple(_make_source(reader, stack, layers, weights) for stack, layers, _, _ in sizes)
+    sources = tuple(_make_source(pool, reader, size.stack, weights) for pool, size in zip(pools, sizes, strict=True))
+    connect, close = open_meeting(config, address, connect, reader.close)
+    return Grouping(pools, sources, address, connect, config.limits.idle_steps, config.limits.group_s, close)
+
+
+def open_meeting(
+    config: RankConfig,
+    address: str,
+    connect: Connect | None,
+    close: Callable[[], None],
+    share: SharedMemory | None = None,
+) -> tuple[Connect, Callable[[], None]]:
+    """Listens for the other members, unless a test has them met otherwise.
+
+    Args:
+        close: what is to be closed with it, and is where this fails.
+        share: memory for the others, see `open_mesh`; borrowed.
+
+    Returns:
+        (how members are met, what closes all).
+
+    Raises:
+        EngineError, OSError: the socket can not be bound.
+    """
     if connect is not None:
-        return Grouping(pools, sources, address, connect, config.limits.idle_steps, config.limits.group_s, reader.close)
+        return connect, close
     try:
         listener = MeshListener(address)
     except BaseException:
-        reader.close()
+        close()
         raise
 
     def meet(membership: Membership, place: int, is_wanted: Callable[[], bool]) -> Mesh:
         limits = config.limits
         return open_mesh(
-            listener, membership, place, limit_s=limits.exchange_s, is_wanted=is_wanted, meet_s=limits.group_s
+            listener,
+            membership,
+            place,
+            limit_s=limits.exchange_s,
+            is_wanted=is_wanted,
+            meet_s=limits.group_s,
+            share=share,
         )
 
-    def close() -> None:
+    def close_both() -> None:
         listener.close()
-        reader.close()
+        close()
 
-    return Grouping(pools, sources, address, meet, config.limits.idle_steps, config.limits.group_s, close)
+    return meet, close_both
 
 
-def _make_source(reader: ExpertReader, stack: str, layers: int, weights: WeightMap) -> PartSource:
+def _make_source(pool: SlotPool, reader: ExpertReader, stack: str, weights: WeightMap) -> PartSource:
     # Copies: a view would keep all of the checkpoint's tensor that it is of.
-    folds = tuple(weights[f"{stack}.{layer}.ffn_norm.weight"].to(torch.float32, copy=True) for layer in range(layers))
-    return PartSource(lambda layer, expert: reader.read(f"{stack}.{layer}.ffn.experts", expert), folds)
+    folds = tuple(
+        weights[f"{stack}.{layer}.ffn_norm.weight"].to(torch.float32, copy=True) for layer in range(pool.info.layers)
+    )
+    return PartSource(pool, lambda layer, expert: reader.read(f"{stack}.{layer}.ffn.experts", expert), folds)

@@ -1,7 +1,8 @@
 """How the members of a group find one another: the listener of a device's life, and `open_mesh` for each membership.
 
 Connections belong to one membership: a hello names it, and both ends' rank and generation, and whatever does not fit is
-dropped. The lower place dials, again and again: the other may not have heard of the membership yet.
+dropped. The lower place dials, again and again: the other may not have heard of the membership yet. Members that have
+memory for one another swap it behind the hello (`shares.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.core.group import Membership
 from engine.errors import EngineError
 from engine.model.exchange import Key, Link, Mesh, MeshBroken, Piece
+
+if TYPE_CHECKING:
+    from engine.model.peer_memory import SharedMemory
 
 __all__ = ["Key", "Mesh", "MeshBroken", "MeshListener", "Piece", "open_mesh"]
 
@@ -67,6 +72,7 @@ def open_mesh(
     limit_s: float,
     is_wanted: Callable[[], bool],
     meet_s: float | None = None,
+    share: SharedMemory | None = None,
 ) -> Mesh:
     """Connects `place` with all other living members of `membership`.
 
@@ -74,12 +80,16 @@ def open_mesh(
         limit_s: for each exchange, and for the connections unless `meet_s` is given.
         is_wanted: asked at least every `POLL_S`; False when another membership is to be joined instead.
         meet_s: for the connections. Members that are still in another membership join when their step is over.
+        share: memory for the others, which all members then have, each its own of the same layout: the mesh's `peers`
+            are the others', mapped for the device of this one.
 
     Raises:
         MeshBroken: names a place that is missing when the limit has passed (overdue, unless it was there and has left)
             or the membership is not wanted any more (not overdue).
+        RemoteProtocolError: a member shares memory of another layout, or none.
+        DeviceError: what a member shares can not be mapped.
     """
-    meeting = _Meeting(listener, membership, place)
+    meeting = _Meeting(listener, membership, place, share)
     meet_s = limit_s if meet_s is None else meet_s
     due = time.monotonic() + meet_s
     try:
@@ -91,7 +101,15 @@ def open_mesh(
             if left_s <= 0:
                 raise meeting.accuse(meet_s)
             meeting.go_on(min(POLL_S, left_s))
-        return Mesh(place, meeting.take_links(), limit_s)
+        peers = {}
+        if share is not None:
+            # Loaded here: members that share nothing need not load torch.
+            from engine.model.shares import receive_shares
+
+            peers = receive_shares(
+                meeting.links, share, due=due, limit_s=meet_s, look_s=POLL_S, is_wanted=is_wanted
+            )  # fmt: skip
+        return Mesh(place, meeting.take_links(), limit_s, peers)
     finally:
         meeting.close()
 
@@ -99,10 +117,11 @@ def open_mesh(
 class _Meeting:
     """Connections in the making. Places above the own one are dialled, those below are waited for."""
 
-    def __init__(self, listener: MeshListener, membership: Membership, place: int) -> None:
+    def __init__(self, listener: MeshListener, membership: Membership, place: int, share: SharedMemory | None) -> None:
         self._listener = listener
         self._membership = membership
         self._place = place
+        self._share = share
         self._others = [other for other in membership.living if other != place]
         self._links: dict[int, socket.socket] = {}
         self._dialled: dict[int, socket.socket] = {}
@@ -122,11 +141,16 @@ class _Meeting:
                 return MeshBroken(other, why, overdue=True)
         return MeshBroken(self.missing[0], f"joined membership {self._membership.number} and left", overdue=False)
 
-    def take_links(self) -> list[Link]:
-        """All connections, which are the caller's from now on."""
-        links, self._links = self._links, {}
+    @property
+    def links(self) -> list[Link]:
+        """All connections, once none is missing."""
         members = self._membership.members
-        return [Link(other, members[other].rank, links[other]) for other in self._others]
+        return [Link(other, members[other].rank, self._links[other]) for other in self._others]
+
+    def take_links(self) -> list[Link]:
+        """The same, which are the caller's from now on."""
+        links, self._links = self.links, {}
+        return links
 
     def close(self) -> None:
         for sock in [*self._links.values(), *self._dialled.values(), *self._strangers]:
@@ -175,9 +199,21 @@ class _Meeting:
     def _hear_answer(self, other: int, sock: socket.socket) -> None:
         del self._dialled[other]
         if _read_hello(sock) == self._hello(other, self._place):
-            self._links[other] = sock
+            self._keep(other, sock)
         else:
             sock.close()
+
+    def _keep(self, other: int, sock: socket.socket) -> None:
+        """A member that has said its hello, and heard the own one, hears of the own memory."""
+        if self._share is not None:
+            from engine.model.shares import send_share
+
+            try:
+                send_share(sock, self._share)
+            except OSError:
+                sock.close()
+                return
+        self._links[other] = sock
 
     def _accept(self) -> None:
         while True:
@@ -200,8 +236,8 @@ class _Meeting:
                     break
                 # A second call of the same member: it has given the first one up.
                 if other in self._links:
-                    self._links[other].close()
-                self._links[other] = sock
+                    self._links.pop(other).close()
+                self._keep(other, sock)
                 return
         sock.close()
 

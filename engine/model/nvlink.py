@@ -22,6 +22,7 @@ from kernels.exchange import ExchangeConfig, dispatch_rows
 from kernels.forms import PairSums
 from kernels.mailbox import (
     COUNTER_BITS,
+    FAILED,
     FAILURE,
     LIMIT,
     STATE_WORDS,
@@ -42,7 +43,7 @@ class Expiry(NamedTuple):
         step: counted from 0 in the membership.
         layer: of the step.
         phase: 0 for the dispatch, 1 for the combine.
-        place: whose flag did not come.
+        place: whose flag did not come; of several, any.
     """
 
     step: int
@@ -119,6 +120,9 @@ class NvlinkExchange:
         )
         self.failure = self.mailbox.state[FAILURE : FAILURE + 1]
         self._limit_ns = int(limit_s * 1e9)
+        on_gpu = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
 
     def enter(self, membership: int, addresses: Mapping[int, int]) -> None:
         """Begins a membership: exchanges are counted from 0, and what had expired is forgotten.
@@ -132,6 +136,9 @@ class NvlinkExchange:
         """
         mailbox = self.mailbox
         layout, device = mailbox.layout, mailbox.memory.device
+        if self._side is not None:
+            # What ended the last membership's waits must not come later than this.
+            self._side.synchronize()
         if mailbox.rank not in addresses or not all(0 <= place < layout.ranks for place in addresses):
             raise ValueError(f"place {mailbox.rank} can not enter a membership of {sorted(addresses)}")
         table = [addresses.get(place, 0) for place in range(layout.ranks)]
@@ -141,6 +148,17 @@ class NvlinkExchange:
         state[LIMIT] = self._limit_ns
         mailbox.addresses.copy_(torch.tensor(table, device=device))
         mailbox.state.copy_(torch.tensor(state, device=device))
+
+    def abort(self, place: int) -> None:
+        """Ends the waits of what is enqueued, beside it: the host knows that a place does not go on. All of it is void
+        then, until the next `enter`, which comes when it has ended."""
+        self._told[0] = FAILED | place << 52
+        if self._side is None:
+            self.failure.copy_(self._told)
+        else:
+            # By a copy: kernels might find no room beside those that wait.
+            with torch.cuda.stream(self._side):
+                self.failure.copy_(self._told, non_blocking=True)
 
     def rows(
         self, count: int, config: ExchangeConfig | None = None, expert_to_place: Sequence[Tensor] | None = None

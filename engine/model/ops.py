@@ -19,11 +19,15 @@ MODULES = {
     "hyper": ("connect", "collapse_head"),
     "rows": ("norm_rows", "prepare_queries", "write_window"),
     "compressor": ("compress",),
+    "latents": ("compress_latents",),
     "entrance": ("enter_attention",),
     "indexer": ("select_entries", "prepare_and_select"),
+    "candidates": ("select_and_rank", "select_among"),
+    "memory": ("read_memory", "add_memory"),
     "attention": ("attend",),
     "gate": ("route",),
     "experts": ("mix_experts", "multiply_pairs"),
+    "drafts": ("open_rows", "judge_rows", "keep_drafts", "open_slots", "pick_rows", "keep_streams"),
 }
 """Operations by the module of `kernels` that has their launcher."""
 OPERATIONS = tuple(name for names in MODULES.values() for name in names)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.model.kv import PLANE_ALIGN, SPARE_ROWS, Pool, plan_layout
+from engine.model.kv import ID_RING, PLANE_ALIGN, SPARE_ROWS, Pool, plan_layout
 from engine.model.shapes import ModelShape
-from kernels.forms import SCALE_CHANNELS, Plane, RawRing, RecordFormat
+from kernels.forms import SCALE_CHANNELS, IdRing, Plane, RawRing, RecordFormat, StreamPlace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,9 @@ class Records:
         counts: bytes from a slab's start to int16[vocab], what was seen of each id (see `kv.Arena.counts`).
         staging: where a prompt's rows go while it is computed (see `plan_records`); empty without staging rows.
         staging_bytes: size of the block behind the slabs that holds it.
+        streams: where the target's streams at the last position lie; None without a layer that predicts ahead.
+        staging_stages: `stages` in that block.
+        ids, staging_ids: trailing ids in slabs and in that block; None for a model without an n-gram memory.
     """
 
     format: RecordFormat
@@ -68,6 +71,10 @@ class Records:
     counts: int = 0
     staging: tuple[LayerRecords, ...] = ()
     staging_bytes: int = 0
+    streams: StreamPlace | None = None
+    staging_stages: tuple[Plane, ...] = ()
+    ids: IdRing | None = None
+    staging_ids: IdRing | None = None
 
     @property
     def slabs_at(self) -> int:
@@ -81,7 +88,7 @@ class Records:
 
     def staged(self) -> Records:
         """The same arena as a step with a prompt's rows sees it: slab 0 is the private block."""
-        return dataclasses.replace(self, layers=self.staging)
+        return dataclasses.replace(self, layers=self.staging, stages=self.staging_stages, ids=self.staging_ids)
 
     def make_arena(self, device: torch.device) -> Tensor:
         """uint8[num_bytes]; what is in it is undefined."""
@@ -143,19 +150,27 @@ def plan_records(
         num_windows = shape.num_layers + shape.num_draft_layers
         windows = [_place(entry, shape.window + SPARE_ROWS, slabs) for _ in range(num_windows)]
         rings = {name: _place_ring(pool, pool.ring, slabs) for name, pool in pools.items()}
+        ids = _place_ids(shape, ID_RING, slabs)
         counts = slabs.take(2 * shape.vocab_size) - slabs.start
+        streams = None
+        if shape.num_predict_layers:
+            streams = StreamPlace(slabs.take(4 * shape.stream_width), slabs.stride)
         strides = (max(pages.offset, PLANE_ALIGN), slabs.offset)
     layers = _layers(shape, planes, windows, rings)
     private = _Cursor(num_pages * strides[0] + num_slabs * strides[1])
     staging: tuple[LayerRecords, ...] = ()
+    staging_stages: tuple[Plane, ...] = ()
+    staging_ids: IdRing | None = None
     if staging_rows:
         # One block: what is a stride between blocks is never used.
-        longer = [_place(entry, shape.window + staging_rows, private) for _ in range(shape.num_layers)]
+        longer = [_place(entry, shape.window + staging_rows, private) for _ in range(num_windows)]
         long_rings = {
             name: _place_ring(pool, _align(pool.pooled + staging_rows, pool.ratio), private)
             for name, pool in pools.items()
         }
         staging = _layers(shape, planes, longer, long_rings)
+        staging_stages = tuple(longer[shape.num_layers :])
+        staging_ids = _place_ids(shape, staging_rows + ID_RING, private)
     return Records(
         format=format,
         page_tokens=page_tokens,
@@ -168,6 +183,10 @@ def plan_records(
         counts=counts,
         staging=staging,
         staging_bytes=private.offset,
+        streams=streams,
+        staging_stages=staging_stages,
+        ids=ids,
+        staging_ids=staging_ids,
     )
 
 
@@ -214,6 +233,16 @@ def _record(width: int, rope: int, format: RecordFormat) -> Plane:
 
 def _place_ring(pool: Pool, rows: int, cursor: _Cursor) -> RawRing:
     return RawRing(cursor.take(rows * pool.width * 4), cursor.stride, rows, pool.width)
+
+
+def _place_ids(shape: ModelShape, rows: int, cursor: _Cursor) -> IdRing | None:
+    if shape.engram is None:
+        return None
+    if shape.engram.max_ngram - 1 + SPARE_ROWS > ID_RING:
+        raise ConfigError(
+            f"an n-gram memory may look at {ID_RING - SPARE_ROWS} earlier ids, found {shape.engram.max_ngram - 1}"
+        )
+    return IdRing(cursor.take(rows * 4), cursor.stride, rows)
 
 
 def _place(record: Plane, rows: int, cursor: _Cursor) -> Plane:

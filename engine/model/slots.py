@@ -10,7 +10,8 @@ a peer's push, which `note_copied` declares complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,51 @@ from transport.messages import PartInfo
 Ints = npt.NDArray[np.int64]
 ReadExpert = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
 """(layer of the part, expert) to gate [width, hidden], up [width, hidden], down projection [hidden, width]."""
+
+
+class ExpertPool(Protocol):
+    """The slots of one part on one rank, wherever they are.
+
+    Attributes:
+        held: int32[slots], `layer * experts + expert`, or EMPTY. Written after the weights are there.
+    """
+
+    held: npt.NDArray[np.int32]
+
+    @property
+    def info(self) -> PartInfo:
+        """The part's name and sizes."""
+        ...
+
+    @property
+    def run(self) -> BlockRun:
+        """The slots as the fabric's blocks. The memory lives as long as this object."""
+        ...
+
+    def name_key(self, key: int) -> str:
+        """An expert for people; a key may come from a peer."""
+        ...
+
+    def name_held(self, slot: int) -> str:
+        """What a slot holds, for people."""
+        ...
+
+
+class ExpertSource(Protocol):
+    """Where the experts of a part come from."""
+
+    def load(self, slot: int, key: int) -> None:
+        """Puts an expert into a slot of the part's pool that holds nothing. Blocks until it is there.
+
+        Args:
+            key: `layer * experts + expert`.
+
+        Raises:
+            ConfigError: it can not be read.
+            DeviceError: the slot holds an expert.
+        """
+        ...
+
 
 PAGE = 4096
 SLOT_ALIGN = 64
@@ -89,10 +135,7 @@ class SlotPool:
 
     def name_key(self, key: int) -> str:
         """An expert for people; a key may come from a peer."""
-        if key == EMPTY:
-            return "no expert"
-        layer, expert = divmod(key, self.info.experts)
-        return f"expert {expert} of layer {layer}"
+        return name_expert(key, self.info)
 
     def name_held(self, slot: int) -> str:
         """What a slot holds, for people."""
@@ -118,6 +161,27 @@ class SlotPool:
                 f"slot {int(slots[at])} of rank {rank} holds {self.name_key(int(held[at]))}, the table of rank "
                 f"{asked_by} says {self.name_key(int(keys[at]))}"
             )
+
+
+class PartSource(NamedTuple):
+    """An `ExpertSource` of a pool: how experts are read, and per layer the norm float[hidden] folded into them."""
+
+    pool: SlotPool
+    read: ReadExpert
+    folds: Sequence[Tensor]
+
+    def load(self, slot: int, key: int) -> None:
+        """See `ExpertSource`."""
+        layer, expert = divmod(key, self.pool.info.experts)
+        self.pool.fill(slot, key, self.read(layer, expert), self.folds[layer])
+
+
+def name_expert(key: int, info: PartInfo) -> str:
+    """An expert of a part for people; a key may come from a peer."""
+    if key == EMPTY:
+        return "no expert"
+    layer, expert = divmod(key, info.experts)
+    return f"expert {expert} of layer {layer}"
 
 
 class SlotTable:

@@ -36,7 +36,8 @@ class Staging:
         """`records` with staging rows; `window`: tokens that a row sees."""
         self._device = arena.device
         self._rings: list[_Rings] = []
-        near, far = [layer.window for layer in records.layers], [layer.window for layer in records.staging]
+        near = [*(layer.window for layer in records.layers), *records.stages]
+        far = [*(layer.window for layer in records.staging), *records.staging_stages]
         first, longer = near[0], far[0]
         for part, row_bytes in (("data", first.data_bytes), ("scale", first.scale_bytes)):
             if row_bytes:
@@ -47,6 +48,9 @@ class Staging:
                 if ring is not None and long_ring is not None:
                     starts = [[ring.data], [long_ring.data]]
                     self._add(records, arena, starts, (ring.rows, long_ring.rows), ring.width * 4, ring.rows)
+        ids, longer_ids = records.ids, records.staging_ids
+        if ids is not None and longer_ids is not None:
+            self._add(records, arena, [[ids.data], [longer_ids.data]], (ids.rows, longer_ids.rows), 4, ids.rows)
 
     def _add(
         self,

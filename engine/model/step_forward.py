@@ -26,6 +26,9 @@ from engine.model.shapes import LayerRole, ModelShape
 from engine.model.step_weights import LayerWeights, StepWeights
 from kernels.forms import PairSums, Pooling, StepRows
 
+GATE_FIRST_ROWS = 8
+"""Up to so many rows of a step the shared expert starts behind the gate: 1.4 % of a step of one row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepSize:
@@ -54,11 +57,13 @@ class StepOutputs:
         logits: float32[rows, vocab].
         greedy: int64[rows], the likeliest tokens; the lowest id among equals.
         ids: per layer int32[rows, k], the experts that the rows chose; -1 in rows of padding.
+        streams: A[rows, streams, hidden] after the last layer; None of a model whose drafter reads others.
     """
 
     logits: Tensor
     greedy: Tensor
     ids: tuple[Tensor, ...]
+    streams: Tensor | None = None
 
 
 class Peers(Protocol):
@@ -165,7 +170,7 @@ class StepForward:
         """Allocates the buffers.
 
         Args:
-            shape: a V4 model.
+            shape: a V4 model; `step_shared.py` has V4.1's step.
             weights: borrowed.
             records: layout of the arena.
             arena: uint8[records.num_bytes], borrowed; written by every step.
@@ -202,7 +207,7 @@ class StepForward:
                 span=size.read_span,
             )
         self._layers = [
-            _Layer(shape, role, weight, records, index)
+            StepLayer(shape, role, weight, records, index)
             for index, (role, weight) in enumerate(zip(shape.layer_roles, weights.layers, strict=True))
         ]
 
@@ -225,9 +230,9 @@ class StepForward:
             )
             output, ids = self._mixture(layer, x, own[1])
             chosen.append(ids)
-        _, hidden = ops.collapse_head(streams, output, post, combination, weights.collapse)
+        streams, hidden = ops.collapse_head(streams, output, post, combination, weights.collapse)
         logits = ops.linear(hidden, weights.head, torch.float32)
-        return StepOutputs(logits, ops.likeliest(logits), tuple(chosen))
+        return StepOutputs(logits, ops.likeliest(logits), tuple(chosen), streams)
 
     def run_with(self, ops: Ops) -> StepOutputs:
         """`run`, once, with other operations: such as compare or count."""
@@ -237,20 +242,15 @@ class StepForward:
         finally:
             self._ops = own
 
-    def _attention(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _attention(self, layer: StepLayer, x: Tensor) -> Tensor:
         """A[rows, hidden] from the normed input."""
         ops, weights, shape, rows, arena = self._ops, layer.weights, self.shape, self.rows, self.arena
-        turns = self._weights.long_turns if layer.role.ratio else self._weights.plain_turns
+        turns = self._turns(layer)
         if weights.project_side is None:
             wide, side = ops.linear(x, weights.project_in), None
         else:
             wide, side = ops.paired_linear(x, weights.project_in, weights.project_side)
-        compressions = []
-        end = 0
-        for pooling in layer.poolings:
-            assert side is not None
-            compressions.append((side[:, end : end + pooling.ring.width], pooling))
-            end += pooling.ring.width
+        compressions, side = self._split_side(layer, side)
         low = ops.enter_attention(
             wide, weights.query_norm, weights.window_norm, shape.norm_eps, x.dtype,
             turns, rows, arena, layer.window, compressions,
@@ -258,50 +258,76 @@ class StepForward:
         heads = ops.linear(low, weights.project_query)
         count = shape.num_heads * shape.head_dim
         query = heads[:, :count].unflatten(1, (shape.num_heads, shape.head_dim))
-        eps = shape.norm_eps if shape.norms_query else None
-        selected = None
-        if layer.keys is None:
-            query = ops.prepare_queries(query, rows.positions, turns, eps)
-        else:
-            assert side is not None
-            index_query = heads[:, count:].unflatten(1, (shape.index_heads, shape.index_dim))
-            query, selected = ops.prepare_and_select(
-                query, eps, index_query, side[:, end:], turns, layer.role.ratio, shape.index_topk, self.readers, arena,
-                layer.keys, self._weights.share_scale,
-            )  # fmt: skip
+        query, selected = self._select(layer, query, heads[:, count:], side)
         mixed = ops.attend(
             query, weights.sink, turns, self.readers, arena, layer.window, shape.window,
             layer.entries, layer.role.ratio, selected,
         )  # fmt: skip
         return ops.linear(ops.grouped_linear(mixed.flatten(1), weights.out_groups, shape.o_groups), weights.out)
 
-    def _mixture(self, layer: _Layer, x: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[PairSums | Tensor, Tensor]:
+    def _turns(self, layer: StepLayer) -> Tensor:
+        return self._weights.long_turns if layer.role.ratio else self._weights.plain_turns
+
+    def _split_side(self, layer: StepLayer, side: Tensor | None) -> tuple[list[tuple[Tensor, Pooling]], Tensor | None]:
+        """What the entrance has to compress, and what is left of the side columns: the index heads' weights."""
+        compressions = []
+        end = 0
+        for pooling in layer.poolings:
+            assert side is not None
+            compressions.append((side[:, end : end + pooling.ring.width], pooling))
+            end += pooling.ring.width
+        return compressions, None if side is None else side[:, end:]
+
+    def _select(
+        self, layer: StepLayer, query: Tensor, index_query: Tensor, share: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads, rotated, and the entries that they attend to; None for all."""
+        ops, shape = self._ops, self.shape
+        turns, eps = self._turns(layer), shape.norm_eps if shape.norms_query else None
+        if layer.keys is None:
+            return ops.prepare_queries(query, self.rows.positions, turns, eps), None
+        assert share is not None
+        asked = index_query.unflatten(1, (shape.index_heads, shape.index_dim))
+        prepared, selected = ops.prepare_and_select(
+            query, eps, asked, share, turns, layer.role.ratio, shape.index_topk, self.readers, self.arena,
+            layer.keys, self._weights.share_scale,
+        )  # fmt: skip
+        return prepared, selected
+
+    def _mixture(
+        self, layer: StepLayer, x: Tensor, out: tuple[Tensor, Tensor] | None
+    ) -> tuple[PairSums | Tensor, Tensor]:
         """What adds up to the output for the normed input: the shared expert and those experts that are here. And all
         choices, which are put into `out`."""
         ops, weights, shape, peers = self._ops, layer.weights, self.shape, self.peers
-        shared = self._branch.start(partial(self._shared_expert, layer, x))
+        start_shared = partial(self._branch.start, partial(self._shared_expert, layer, x))
+        # The gate is a chain of waits for memory. At few rows it decides, and the shared expert would be in its way.
+        is_gate_first = self.size.rows <= GATE_FIRST_ROWS
+        shared = None if is_gate_first else start_shared()
         hashed, tokens = self._hashed(layer)
         ids, shares = ops.route(
-            x, weights.gate, weights.bias, hashed, shape.top_k, shape.routed_scale, tokens, self.rows.positions, out=out
-        )
+            x, weights.gate, weights.bias, hashed, shape.top_k, shape.routed_scale, tokens, self.rows.positions,
+            weights.counts, out,
+        )  # fmt: skip
+        shared = start_shared() if shared is None else shared
         rows = (x, ids, shares) if peers is None else peers.join(layer.number, x, ids, shares)
         sums = ops.multiply_pairs(*rows, weights.expert_to_slot, self._weights.slots, shape.clamp, shared)
         self._branch.join()
         return sums if peers is None else peers.give_back(layer.number, sums), ids
 
-    def _shared_expert(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _shared_expert(self, layer: StepLayer, x: Tensor) -> Tensor:
         inner = self._ops.gated_linear(x, layer.weights.shared_up, self.shape.clamp)
         output: Tensor = self._ops.linear(inner, layer.weights.shared_down)
         return output
 
-    def _hashed(self, layer: _Layer) -> tuple[Tensor | None, Tensor | None]:
+    def _hashed(self, layer: StepLayer) -> tuple[Tensor | None, Tensor | None]:
         """Experts that are looked up, and the lines of the rows; one line for each row without."""
         if self._fixed_ids is not None:
             return self._fixed_ids[layer.number], None
         return layer.weights.hashed, self.tokens
 
 
-class _Layer:
+class StepLayer:
     """A layer's weights, and its places in the arena."""
 
     def __init__(self, shape: ModelShape, role: LayerRole, weights: LayerWeights, records: Records, number: int):

@@ -2,11 +2,14 @@
 
 Rows of one position each are a step of a fixed number of sequences, filled up with padding. Longer ones are a prompt's:
 one sequence at a time, so many rows at a time, through the long rings of the arena's private block (`staging.py`).
+
+In a group the graphs of a step are those that its ranks have agreed on (`launches.py`): larger than the own rows need,
+or of padding only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,64 +17,20 @@ import torch
 from torch import Tensor
 
 from engine.model.fused import Mixture
-from engine.model.graph import StepGraph
 from engine.model.kv import SPARE_ROWS
+from engine.model.launches import Launches, Turns
 from engine.model.ops import Ops
 from engine.model.rows import RowBatch
 from engine.model.shapes import ModelShape
 from engine.model.staging import Staging
 from engine.model.step_arena import StepArena
-from engine.model.step_forward import StepForward, StepOutputs, StepSize
+from engine.model.step_drafter import StepDrafter
+from engine.model.step_forward import Peers, StepOutputs, StepSize
+from engine.model.step_shared import open_step
+from engine.model.step_sized import SizedStep, sizes_up_to
 from engine.model.step_weights import StepWeights
 
 Ints = npt.NDArray[np.int64]
-
-
-class _Sized:
-    """The step of one size; on a CUDA device, its graph."""
-
-    def __init__(self, step: StepForward) -> None:
-        """Captures; the step's inputs are all padding then."""
-        self.step = step
-        self._graph = StepGraph(step) if step.arena.device.type == "cuda" else None
-        self._tables: Ints | None = None
-
-    def run(self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints) -> StepOutputs:
-        """One step.
-
-        Args:
-            tokens, positions: int64[n], at most as many as the step has rows; the rest is padding.
-            slabs: int64[sequences], at most as many as the step has.
-            tables: int64[sequences, pages].
-        """
-        step = self.step
-        inputs = np.zeros((2, step.size.rows), np.int32)
-        inputs[1] = -1
-        inputs[0, : len(tokens)], inputs[1, : len(positions)] = tokens, positions
-        used = np.zeros(step.size.sequences, np.int32)
-        used[: len(slabs)] = slabs
-        step.tokens.copy_(torch.from_numpy(inputs[0]))
-        step.rows.positions.copy_(torch.from_numpy(inputs[1]))
-        step.rows.slabs.copy_(torch.from_numpy(used))
-        self.set_tables(tables, torch.from_numpy)
-        if step.readers is not step.rows:
-            step.readers.tables.copy_(step.rows.tables.expand_as(step.readers.tables))
-        return self.replay()
-
-    def set_tables(self, tables: Ints, send: Callable[[npt.NDArray[np.int32]], Tensor]) -> None:
-        """The pages of the next steps; where they are the same object as before, they are there already. Those past the
-        longest sequence are left out."""
-        if tables is self._tables:
-            return
-        size = self.step.size
-        table = np.zeros((size.sequences, size.pages), np.int32)
-        table[: len(tables), : tables.shape[1]] = tables[:, : size.pages]
-        self.step.rows.tables.copy_(send(table))
-        self._tables = tables
-
-    def replay(self) -> StepOutputs:
-        """The step with the inputs that it has."""
-        return self.step.run() if self._graph is None else self._graph.replay()
 
 
 class StepModel:
@@ -80,7 +39,10 @@ class StepModel:
     Attributes:
         shape, arena: as of a `RowModel`.
         replay_rows: 0, nothing is left out.
-        mixture: None: all experts are here.
+        mixture: None: experts are here, or their exchanges are inside the steps.
+        turns: of the step of a group that is run; None without a group.
+        drafter: what keeps its context of every pass, and drafts; None where nobody does.
+        dense_bytes: that a step reads whatever its rows are.
     """
 
     def __init__(
@@ -93,6 +55,8 @@ class StepModel:
         max_tokens: int,
         decode_rows: int,
         prompt_rows: Sequence[int],
+        peers: Callable[[int], Peers] | None = None,
+        drafter: StepDrafter | None = None,
     ) -> None:
         """Steps of all sizes are made, and on a CUDA device compiled and captured, here.
 
@@ -105,37 +69,80 @@ class StepModel:
             decode_rows: most rows of one position each.
             prompt_rows: numbers of rows of a prompt that steps have, ascending, each a multiple of SPARE_ROWS; at most
                 the arena's staging rows.
+            peers: of a rank of a group, by rows of a step, its way to the others; they are not waited for in here.
+            drafter: of the same model and arena, borrowed; sees all passes.
         """
         self.shape = shape
         self.arena = arena
         self.replay_rows = 0
         self.mixture: Mixture | None = None
+        self.turns: Turns | None = None
+        self.drafter = drafter
+        self.dense_bytes = weights.dense_bytes
         records = arena.records
         pages = -(-max_tokens // records.page_tokens)
         branches = arena.bytes.device.type == "cuda"
 
-        def make(size: StepSize, *, staged: bool) -> _Sized:
+        def make(size: StepSize, *, staged: bool) -> SizedStep[StepOutputs]:
             layout = records.staged() if staged else records
-            return _Sized(StepForward(shape, weights, layout, arena.bytes, ops, size, branches=branches))
+            others = None if peers is None else peers(size.rows)
+            step = open_step(shape, weights, layout, arena.bytes, ops, size, peers=others, branches=branches)
+            if drafter is not None and staged:
+                return SizedStep(step, drafter.follow_prompt(step))
+            return SizedStep(step, step)
 
-        self._decodes = {count: make(StepSize(count, 1, pages), staged=False) for count in _sizes_up_to(decode_rows)}
+        self._decodes = {count: make(StepSize(count, 1, pages), staged=False) for count in sizes_up_to(decode_rows)}
         self._prompts = {
             count: make(StepSize(1, count, pages, read_span=SPARE_ROWS), staged=True) for count in prompt_rows
         }
         self._staging = Staging(records, arena.bytes, shape.window)
+        self._verifies: dict[int, SizedStep[StepOutputs]] = {}
+        if drafter is not None and drafter.drafts and not drafter.is_grouped:
+            span, most = 1 + drafter.drafts, min(drafter.draft_rows, decode_rows)
+            self._verifies = {count: make(StepSize(count, span, pages), staged=False) for count in sizes_up_to(most)}
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch, wanted: Sequence[int] | None = None) -> Tensor:
         """See `RowModel`."""
         asked = np.arange(batch.rows) if wanted is None else np.array(wanted, np.int64)
-        if batch.span == 1 and batch.sequences <= max(self._decodes):
-            return self._decode(batch, asked)
-        logits = torch.empty((len(asked), self.shape.vocab_size), device=self.arena.bytes.device)
-        for sequence in range(batch.sequences):
-            first, count = int(batch.firsts[sequence]), int(batch.spans[sequence])
-            mine = np.flatnonzero((asked >= first) & (asked < first + count))
-            self._read_prompt(batch, sequence, asked[mine] - first, logits, mine)
+        if 1 < batch.span <= self._most_span and batch.sequences <= max(self._verifies):
+            return self._verify(batch, asked)
+        is_decode = batch.span == 1 and batch.sequences <= max(self._decodes)
+        if self.turns is not None:
+            is_decode = not self.turns.reads_prompts
+        if is_decode:
+            logits = self._decode(batch, asked)
+        else:
+            if self.drafter is not None:
+                self.drafter.see_prompts(batch)
+            logits = torch.empty((len(asked), self.shape.vocab_size), device=self.arena.bytes.device)
+            for sequence in range(batch.sequences):
+                first, count = int(batch.firsts[sequence]), int(batch.spans[sequence])
+                mine = np.flatnonzero((asked >= first) & (asked < first + count))
+                self._read_prompt(batch, sequence, asked[mine] - first, logits, mine)
+        if self.turns is not None:
+            self.turns.check()
         return logits
+
+    def plan_launches(self, prompts: Sequence[int], decode: int) -> Launches:
+        """The steps that passes come to.
+
+        Args:
+            prompts: lengths of the chunks of prompts, in order.
+            decode: rows that decode.
+        """
+        pieces = [piece for length in prompts for piece in self._cut(length)]
+        if decode > self.most_rows:
+            return Launches((*pieces, *[1] * decode), 0)
+        return Launches(tuple(pieces), decode)
+
+    def run_rest(self) -> None:
+        """What is left of the agreed steps, with no rows."""
+        assert self.turns is not None
+        self._pass_pieces(self.turns)
+        rows = self.turns.take_decode()
+        if rows:
+            self._decodes[self._size(self._decodes, rows)].run_padding()
 
     @property
     def most_rows(self) -> int:
@@ -154,7 +161,7 @@ class StepModel:
             int64[n] on the host, the likeliest ids, once the device has come so far.
         """
         count = len(slabs)
-        sized = self._decodes[next(size for size in sorted(self._decodes) if size >= count)]
+        sized = self._find_decode(count)
         rows = sized.step.size.rows
         columns = np.zeros((4, rows), np.int32)
         columns[0], columns[1], columns[3] = -1, -1, len(self.arena.last_tokens) - 1
@@ -196,24 +203,71 @@ class StepModel:
             event.synchronize()
 
     def _decode(self, batch: RowBatch, asked: Ints) -> Tensor:
-        size = next(count for count in sorted(self._decodes) if count >= batch.sequences)
-        outputs = self._decodes[size].run(batch.ids, batch.positions, batch.slabs, batch.tables)
+        outputs = self._find_decode(batch.sequences).run(batch.ids, batch.positions, batch.slabs, batch.tables)
+        if self.drafter is not None:
+            self.drafter.see_rows(batch, outputs.streams, np.arange(batch.rows))
         if np.array_equal(asked, np.arange(len(outputs.logits))):
             # Passes that follow write the same memory; whoever wants these logits is done with them before.
             return outputs.logits
         return self._pick(outputs.logits, asked)
 
+    @property
+    def _most_span(self) -> int:
+        """Rows of a sequence whose drafts the host judges; 0 where nobody drafts."""
+        return 1 + self.drafter.drafts if self.drafter is not None and self._verifies else 0
+
+    def _verify(self, batch: RowBatch, asked: Ints) -> Tensor:
+        """Sequences of a few rows each, through the rings of their slabs."""
+        assert self.drafter is not None
+        sized = self._verifies[self._size(self._verifies, batch.sequences)]
+        span = sized.step.size.span
+        places = batch.owner * span + np.arange(batch.rows) - batch.firsts[batch.owner]
+        tokens, positions = np.zeros(batch.sequences * span, np.int64), np.full(batch.sequences * span, -1)
+        tokens[places], positions[places] = batch.ids, batch.positions
+        outputs = sized.run(tokens, positions, batch.slabs, batch.tables)
+        self.drafter.see_rows(batch, outputs.streams, places)
+        return self._pick(outputs.logits, places[asked])
+
+    def _find_decode(self, count: int) -> SizedStep[StepOutputs]:
+        """The step for so many sequences; in a group, of as many rows as were agreed."""
+        return self._decodes[self._size(self._decodes, max(count, self.take_turn()))]
+
+    def take_turn(self) -> int:
+        """In a group, launches the pieces of prompts in front of the step that decodes; the rows agreed for that one.
+        0 without a group."""
+        if self.turns is None:
+            return 0
+        self._pass_pieces(self.turns)
+        return self.turns.take_decode()
+
+    def _pass_pieces(self, turns: Turns) -> None:
+        """The agreed pieces of prompts that are left, of which none is of this rank."""
+        while turns.has_pieces:
+            self._prompts[self._size(self._prompts, turns.take_piece())].run_padding()
+
+    def _cut(self, length: int) -> list[int]:
+        """A prompt's rows by the steps that they go through."""
+        most = max(self._prompts)
+        return [min(most, length - start) for start in range(0, length, most)]
+
+    @staticmethod
+    def _size(sizes: Mapping[int, SizedStep[StepOutputs]], rows: int) -> int:
+        return next(size for size in sorted(sizes) if size >= rows)
+
     def _read_prompt(self, batch: RowBatch, sequence: int, asked: Ints, logits: Tensor, places: Ints) -> None:
         """The rows of one sequence; logits of its rows `asked` go to `places`."""
         slab, start, count = (int(column[sequence]) for column in (batch.slabs, batch.starts, batch.spans))
         ids, table = batch.tokens[sequence, :count], batch.tables[sequence : sequence + 1]
+        if self.drafter is not None:
+            self.drafter.open_prompt(slab, start, int(ids[0]))
         self._staging.fetch(slab, start)
         done = 0
-        while done < count:
-            left = count - done
-            size = next((rows for rows in sorted(self._prompts) if rows >= left), max(self._prompts))
-            part = min(left, size)
+        for part in self._cut(count):
+            rows = part if self.turns is None else self.turns.take_piece()
+            size = self._size(self._prompts, rows)
             positions = np.arange(start + done, start + done + part)
+            if self.drafter is not None:
+                self.drafter.tell_nexts(size, ids[done + 1 : done + part + 1])
             outputs = self._prompts[size].run(ids[done : done + part], positions, np.zeros(1, np.int64), table)
             here = np.flatnonzero((asked >= done) & (asked < done + part))
             if len(here):
@@ -221,15 +275,9 @@ class StepModel:
                     outputs.logits, asked[here] - done
                 )
             done += part
+            if done == count and self.drafter is not None:
+                self.drafter.see_prompt(outputs.streams, part - 1)
         self._staging.store(slab, start + count)
 
     def _pick(self, logits: Tensor, rows: Ints) -> Tensor:
         return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
-
-
-def _sizes_up_to(rows: int) -> list[int]:
-    """Powers of two below, and `rows`."""
-    sizes = [1]
-    while sizes[-1] < rows:
-        sizes.append(min(2 * sizes[-1], rows))
-    return sizes

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.model.engram import EngramTables
 from engine.model.layers import rope_table
 from engine.model.shapes import LayerRole, ModelShape
-from kernels.forms import HyperWeights, SlotWeights, Weight
+from kernels.forms import HyperWeights, MemoryTable, SlotWeights, Weight
 
 
 class WeightSource(Protocol):
@@ -41,6 +42,10 @@ class WeightSource(Protocol):
         """int32 of any shape."""
         ...
 
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Lines of an n-gram memory and their scales, see `MemoryTable`."""
+        ...
+
     def slots(self, owned: Sequence[tuple[int, int]]) -> SlotWeights:
         """Slot i holds expert `owned[i]`, a pair of layer and expert."""
         ...
@@ -52,6 +57,29 @@ class PoolWeights:
 
     norm: Tensor
     bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyWeights:
+    """Of index keys that are made of entries: matrix A[index width, width], and norm float32[index width]."""
+
+    matrix: Tensor
+    norm: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryWeights:
+    """Of an n-gram memory.
+
+    Attributes:
+        table: its lines, and which ones ids stand for.
+        project: to a key for each stream, then a value.
+        match: float32[streams, hidden], product of the norms of streams and keys, and of the scale of their match.
+    """
+
+    table: MemoryTable
+    project: Weight
+    match: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +102,9 @@ class LayerWeights:
         shared_up: gate and up projection of the shared expert.
         shared_down: its down projection.
         expert_to_slot: int32[experts], -1 for an expert of another rank.
+        counts: int32[experts], to which a step adds the own rows of each; None where nobody asks.
+        key: None where the layer makes no index keys of its entries.
+        memory: None where the layer has none.
     """
 
     enter_attention: HyperWeights
@@ -94,14 +125,32 @@ class LayerWeights:
     shared_up: Weight
     shared_down: Weight
     expert_to_slot: Tensor
+    counts: Tensor | None = None
+    key: KeyWeights | None = None
+    memory: MemoryWeights | None = None
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that a step reads of everything but the routed experts and the table of tokens' experts."""
-        matrices = (self.project_in, self.project_side, self.project_query, self.out_groups, self.out, self.gate)
-        total = sum(matrix.num_bytes for matrix in (*matrices, self.shared_up, self.shared_down) if matrix is not None)
+        """Bytes that a step reads of everything but the routed experts and the tables that are read by row."""
+        matrices = [self.project_in, self.project_side, self.project_query, self.out_groups, self.out, self.gate]
+        matrices += [self.shared_up, self.shared_down, self.memory.project if self.memory is not None else None]
+        total = sum(matrix.num_bytes for matrix in matrices if matrix is not None)
         hypers = (self.enter_attention, self.enter_mixture)
         return total + sum(hyper.fn.nbytes + hyper.norm.nbytes for hyper in hypers)
+
+
+class PlacedExperts(NamedTuple):
+    """Experts in slots that somebody else fills, and the tables that say where they are.
+
+    Attributes:
+        slots: of the rank.
+        expert_to_slot: int32[layers, experts], -1 for an expert that is not here.
+        counts: int32[layers, experts], to which steps add their own rows.
+    """
+
+    slots: SlotWeights
+    expert_to_slot: Tensor
+    counts: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +161,8 @@ class StepWeights:
         embed: A[vocab, hidden].
         layers: of the target.
         slots: the rank's experts of all layers.
-        collapse: coefficients before the head, and the head's norm.
+        collapse: coefficients before the head, and the head's norm. Where the head takes the last sublayer's, those of
+            its way in, which nobody reads.
         head: [vocab, hidden].
         share_scale: constant factor of the index heads' weights.
         plain_turns, long_turns: float32[positions, rope_dim / 2, 2], cosines and sines for layers that see their window
@@ -148,28 +198,45 @@ def local_experts(num_experts: int, ranks: int, rank: int) -> range:
 
 
 def make_step_weights(
-    shape: ModelShape, source: WeightSource, *, max_tokens: int, experts: range | None = None
+    shape: ModelShape,
+    source: WeightSource,
+    *,
+    max_tokens: int,
+    experts: range | None = None,
+    engram: EngramTables | None = None,
+    placed: PlacedExperts | None = None,
 ) -> StepWeights:
     """Gather a rank's weights.
 
     Args:
-        shape: a V4 model.
+        shape: the model.
         source: where they come from.
         max_tokens: positions that rotary tables are made for.
         experts: those that this rank has of each layer; None for all.
+        engram: hash constants of a model with an n-gram memory.
+        placed: experts that are in slots already, or will be; then none are read from the source.
 
     Raises:
-        ConfigError: the model is of another architecture.
+        ConfigError: hash constants are missing.
     """
-    if shape.shifts_pre or not shape.pools_keys or shape.engram is not None:
-        raise ConfigError(f"the step on a device runs V4 models, found {shape.architecture}")
-    experts = range(shape.num_experts) if experts is None else experts
-    owned = [(layer, expert) for layer in range(shape.num_layers) for expert in experts]
-    expert_to_slot = torch.full((shape.num_layers, shape.num_experts), -1, dtype=torch.int32)
-    for slot, (layer, expert) in enumerate(owned):
-        expert_to_slot[layer, expert] = slot
-    expert_to_slot = expert_to_slot.to(source.device)
-    layers = tuple(_layer(shape, role, source, expert_to_slot[role.index]) for role in shape.layer_roles)
+    if shape.engram is not None and engram is None:
+        raise ConfigError("the model has an n-gram memory; pass the tables made by engram_tables")
+    if placed is None:
+        experts = range(shape.num_experts) if experts is None else experts
+        owned = [(layer, expert) for layer in range(shape.num_layers) for expert in experts]
+        numbers = torch.full((shape.num_layers, shape.num_experts), -1, dtype=torch.int32)
+        for slot, (layer, expert) in enumerate(owned):
+            numbers[layer, expert] = slot
+        expert_to_slot, counts = numbers.to(source.device), None
+    else:
+        expert_to_slot, counts = placed.expert_to_slot, placed.counts
+    layers = tuple(
+        dataclasses.replace(
+            _layer(shape, role, source, expert_to_slot[role.index], engram),
+            counts=None if counts is None else counts[role.index],
+        )
+        for role in shape.layer_roles
+    )
     positions = torch.arange(max_tokens)
     plain, long = (
         torch.stack(rope_table(shape, positions, compressed=compressed), -1).to(source.device).contiguous()
@@ -178,8 +245,8 @@ def make_step_weights(
     return StepWeights(
         embed=source.embedding("embed.weight"),
         layers=layers,
-        slots=source.slots(owned),
-        collapse=_hyper(shape, source, "hc_head", "norm.weight"),
+        slots=source.slots(owned) if placed is None else placed.slots,
+        collapse=_collapse(shape, source, layers[-1]),
         head=source.matrix("head.weight"),
         share_scale=(shape.index_heads * shape.index_dim) ** -0.5,
         plain_turns=plain,
@@ -187,16 +254,41 @@ def make_step_weights(
     )
 
 
-def _layer(shape: ModelShape, role: LayerRole, source: WeightSource, expert_to_slot: Tensor) -> LayerWeights:
-    prefix = f"layers.{role.index}"
+def make_stage_weights(
+    shape: ModelShape, role: LayerRole, source: WeightSource, expert_to_slot: Tensor
+) -> tuple[LayerWeights, HyperWeights]:
+    """The layer that predicts ahead, and the coefficients before its head; `role` of a layer past the target's."""
+    layer = _layer(shape, role, source, expert_to_slot, None, prefix="mtp.0")
+    return layer, _hyper(shape, source, "mtp.0.hc_head", "mtp.0.norm.weight")
+
+
+def _collapse(shape: ModelShape, source: WeightSource, last: LayerWeights) -> HyperWeights:
+    if not shape.shifts_pre:
+        return _hyper(shape, source, "hc_head", "norm.weight")
+    return dataclasses.replace(last.enter_mixture, norm=source.vector("norm.weight"))
+
+
+def _layer(
+    shape: ModelShape,
+    role: LayerRole,
+    source: WeightSource,
+    expert_to_slot: Tensor,
+    engram: EngramTables | None,
+    prefix: str = "",
+) -> LayerWeights:
+    prefix = prefix or f"layers.{role.index}"
     attn, ffn = f"{prefix}.attn", f"{prefix}.ffn"
     side: list[str] = []
     query = [f"{attn}.wq_b.weight"]
-    entry_pool = key_pool = None
+    entry_pool = key_pool = key = None
     if role.is_kv_source:
-        entry_pool = _pool(source, f"{attn}.compressor", side)
+        entry_pool = _pool(shape, role, source, f"{attn}.compressor", side)
+        if role.is_index_source and not shape.pools_keys:
+            matrix = source.embedding(f"{attn}.indexer.wk.weight")
+            key = KeyWeights(matrix, source.vector(f"{attn}.indexer.k_norm.weight"))
     if role.is_index_source:
-        key_pool = _pool(source, f"{attn}.indexer.compressor", side)
+        if shape.pools_keys:
+            key_pool = _pool(shape, role, source, f"{attn}.indexer.compressor", side)
         side.append(f"{attn}.indexer.weights_proj.weight")
         query.append(f"{attn}.indexer.wq_b.weight")
     return LayerWeights(
@@ -218,13 +310,35 @@ def _layer(shape: ModelShape, role: LayerRole, source: WeightSource, expert_to_s
         shared_up=source.matrix(f"{ffn}.shared_experts.w1.weight", f"{ffn}.shared_experts.w3.weight"),
         shared_down=source.matrix(f"{ffn}.shared_experts.w2.weight"),
         expert_to_slot=expert_to_slot,
+        key=key,
+        memory=_memory(shape, role, source, engram) if engram is not None and role.has_engram else None,
     )
 
 
-def _pool(source: WeightSource, prefix: str, side: list[str]) -> PoolWeights:
+def _memory(shape: ModelShape, role: LayerRole, source: WeightSource, engram: EngramTables) -> MemoryWeights:
+    prefix, at = f"layers.{role.index}.engram", engram.layers.index(role.index)
+    data, scale = source.table(f"{prefix}.embed.weight")
+    device = source.device
+    table = MemoryTable(
+        data=data,
+        scale=scale,
+        folded=engram.token_map.to(device, torch.int32),
+        pad=engram.pad_folded,
+        multipliers=engram.multipliers[at].to(device),
+        primes=engram.primes[at].to(device),
+        offsets=engram.offsets[at].to(device),
+    )
+    match = source.vector(f"{prefix}.q_weight") * source.vector(f"{prefix}.k_weight") / shape.hidden**0.5
+    return MemoryWeights(table, source.matrix(f"{prefix}.wkv.weight"), match)
+
+
+def _pool(shape: ModelShape, role: LayerRole, source: WeightSource, prefix: str, side: list[str]) -> PoolWeights:
     """One compressor; its matrices join those that are stacked."""
-    side += [f"{prefix}.wkv.weight", f"{prefix}.wgate.weight"]
-    return PoolWeights(source.vector(f"{prefix}.norm.weight"), source.vector(f"{prefix}.ape"))
+    side.append(f"{prefix}.wkv.weight")
+    if role.ratio > 1:
+        side.append(f"{prefix}.wgate.weight")
+    bias = source.vector(f"{prefix}.ape") if shape.biases_gates else None
+    return PoolWeights(source.vector(f"{prefix}.norm.weight"), bias)
 
 
 def _hyper(shape: ModelShape, source: WeightSource, prefix: str, norm: str) -> HyperWeights:

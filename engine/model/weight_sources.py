@@ -12,10 +12,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.model.checkpoint import dequantise_fp8, scale_name, tensor_specs
+from engine.model.checkpoint import GROUP, ExpertReader, dequantise_fp8, scale_name, tensor_specs
 from engine.model.layers import WeightMap
 from engine.model.shapes import ModelShape
+from engine.model.slot_form import SlotForm
 from kernels.forms import LARGEST_SLOT_SCALE, SlotWeights, Weight
+
+HOST_TABLE_BYTES = 4 << 30
+"""Larger tables of an n-gram memory stay on the host, pinned: a step reads some kilobytes of them for a token."""
 
 
 class PlainSource:
@@ -24,6 +28,7 @@ class PlainSource:
     def __init__(self, weights: WeightMap, device: torch.device, dtype: torch.dtype) -> None:
         """`weights`: vendor-named tensors, experts stacked; `dtype`: of matrices."""
         self.device = device
+        self.expert_dtype = dtype
         self._weights = weights
         self._dtype = dtype
 
@@ -40,6 +45,9 @@ class PlainSource:
     def ids(self, name: str) -> Tensor:
         return self._weights[name].to(self.device, torch.int32).contiguous()
 
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return _place_table(self._weights[name].to(self._dtype), self.device), None
+
     def slots(self, owned: Sequence[tuple[int, int]]) -> SlotWeights:
         up, down = [], []
         for layer, expert in owned:
@@ -47,6 +55,30 @@ class PlainSource:
             up.append(torch.cat((w1, w3)).to(self.device, self._dtype))
             down.append(w2.to(self.device, self._dtype))
         return SlotWeights(torch.stack(up), None, torch.stack(down), None)
+
+    def put_expert(self, stack: str, expert: int, slots: SlotWeights, slot: int) -> None:
+        """Writes an expert's weights into a slot: a `PutExpert`."""
+        w1, w3, w2 = (self._weights[f"{stack}.{name}"][expert] for name in ("w1", "w3", "w2"))
+        slots.up[slot].copy_(torch.cat((w1, w3)))
+        slots.down[slot].copy_(w2)
+
+
+class PlainExperts:
+    """Experts of a checkpoint one by one, dequantised: for slots in float32 or bf16."""
+
+    def __init__(self, reader: ExpertReader) -> None:
+        """Borrows the reader."""
+        self._reader = reader
+
+    def put_expert(self, stack: str, expert: int, slots: SlotWeights, slot: int) -> None:
+        """Writes an expert's weights into a slot: a `PutExpert`.
+
+        Raises:
+            ConfigError: a tensor is malformed, or can not be read.
+        """
+        w1, w3, w2 = self._reader.read(stack, expert)
+        slots.up[slot].copy_(torch.cat((w1, w3)))
+        slots.down[slot].copy_(w2)
 
 
 class StoredSource:
@@ -59,6 +91,7 @@ class StoredSource:
             ConfigError: one is missing or no safetensors file.
         """
         self.device = device
+        self.expert_dtype = torch.uint8
         self._shape = shape
         self._specs = tensor_specs(shape)
         self._stack = ExitStack()
@@ -99,43 +132,52 @@ class StoredSource:
     def ids(self, name: str) -> Tensor:
         return self._read(name).to(self.device, torch.int32).contiguous()
 
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        data = self._read(name)
+        if data.dtype != torch.float8_e4m3fn:
+            return _place_table(data, self.device), None
+        return _place_table(data, self.device), self._scale(name, data, (1, GROUP)).to(self.device)
+
     def slots(self, owned: Sequence[tuple[int, int]]) -> SlotWeights:
-        shape = self._shape
-        width, hidden = shape.expert_width, shape.hidden
-
-        def room(*sizes: int) -> Tensor:
-            return torch.empty((len(owned), *sizes), dtype=torch.uint8, device=self.device)
-
-        slots = SlotWeights(
-            room(2 * width, hidden // 2),
-            room(2 * width, hidden // 32),
-            room(hidden, width // 2),
-            room(hidden, width // 32),
-        )
-        assert slots.up_scale is not None and slots.down_scale is not None
+        form = SlotForm(self._shape.hidden, self._shape.expert_width, torch.uint8)
+        slots = form.allocate(len(owned), self.device)
         for slot, (layer, expert) in enumerate(owned):
-            stem = f"layers.{layer}.ffn.experts.{expert}"
-            for name, data, scale in (
-                ("w1", slots.up[slot, :width], slots.up_scale[slot, :width]),
-                ("w3", slots.up[slot, width:], slots.up_scale[slot, width:]),
-                ("w2", slots.down[slot], slots.down_scale[slot]),
-            ):
-                stored = self._stored(f"{stem}.{name}.weight")
-                if stored.dtype not in (torch.int8, torch.uint8):
-                    raise ConfigError(f"tensor {stem}.{name}.weight must be stored as fp4, found {stored.dtype}")
-                data.copy_(stored.view(torch.uint8))
-                stored_scale = self._stored(scale_name(f"{stem}.{name}.weight")).view(torch.uint8)
-                if (largest := int(stored_scale.max())) > LARGEST_SLOT_SCALE:
-                    raise ConfigError(
-                        f"scales of {stem}.{name}.weight may be at most byte {LARGEST_SLOT_SCALE}, found {largest}"
-                    )
-                scale.copy_(stored_scale)
+            self.put_expert(f"layers.{layer}.ffn.experts", expert, slots, slot)
         return slots
+
+    def put_expert(self, stack: str, expert: int, slots: SlotWeights, slot: int) -> None:
+        """Writes an expert's bytes into a slot: a `PutExpert`.
+
+        Raises:
+            ConfigError: a tensor is missing, is not MXFP4, or has a scale that the products do not take.
+        """
+        assert slots.up_scale is not None and slots.down_scale is not None
+        width = self._shape.expert_width
+        for name, data, scale in (
+            ("w1", slots.up[slot, :width], slots.up_scale[slot, :width]),
+            ("w3", slots.up[slot, width:], slots.up_scale[slot, width:]),
+            ("w2", slots.down[slot], slots.down_scale[slot]),
+        ):
+            name = f"{stack}.{expert}.{name}.weight"
+            stored = self._stored(name)
+            if stored.dtype not in (torch.int8, torch.uint8):
+                raise ConfigError(f"tensor {name} must be stored as fp4, found {stored.dtype}")
+            stored_scale = self._stored(scale_name(name)).view(torch.uint8)
+            for tensor, found, room in ((name, stored, data), (scale_name(name), stored_scale, scale)):
+                if found.shape != room.shape:
+                    raise ConfigError(f"tensor {tensor} must have shape {[*room.shape]}, found {[*found.shape]}")
+            if (largest := int(stored_scale.max())) > LARGEST_SLOT_SCALE:
+                raise ConfigError(f"scales of {name} may be at most byte {LARGEST_SLOT_SCALE}, found {largest}")
+            data.copy_(stored.view(torch.uint8))
+            scale.copy_(stored_scale)
 
     def _stored(self, name: str) -> Tensor:
         if name not in self._files:
             raise ConfigError(f"tensor {name} is missing from the checkpoint")
-        tensor: Tensor = self._files[name].get_tensor(name)
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"tensor {name} can not be read: {error}") from error
         return tensor
 
     def _read(self, name: str) -> Tensor:
@@ -157,6 +199,13 @@ class StoredSource:
         if part.dtype == torch.float8_e4m3fn:
             part = dequantise_fp8(part, self._scale(name, part, block), block)
         return part.to(torch.bfloat16)
+
+
+def _place_table(data: Tensor, device: torch.device) -> Tensor:
+    """Where kernels on the device can read it."""
+    if device.type == "cuda" and data.nbytes > HOST_TABLE_BYTES:
+        return data.contiguous().pin_memory()
+    return data.to(device).contiguous()
 
 
 def _stack_bytes(parts: Sequence[Tensor]) -> Tensor:

@@ -111,6 +111,23 @@ def test_the_command_prints_a_table_and_writes_the_record(config: ClusterConfig,
     assert len(record["runs"]) == 3
 
 
+def test_the_command_serves_the_same_cases(config: ClusterConfig, tmp_path: Path) -> None:
+    sets = [word for one in SMALL for word in ("--set", one)]
+    file = tmp_path / "forward.json"
+    done = engine(
+        *("bench", "forward", "--model", config.model, *sets, "--rows", "2", "--context", "20", "--steps", "3"),
+        *("--samples", "2", "--prefill", "", "--served", "--output-json", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gap ms" in done.stdout and "emit us" in done.stdout and "admission of 131072 ids" in done.stderr
+    record = json.loads(file.read_text())
+    assert [run["kind"] for run in record["runs"]] == ["decode"] * 2 + ["served"] * 2
+    (entry,) = record["summary"]["decode"]
+    assert entry["served_ms"]["min"] > 0
+    assert entry["gap_ms"] == pytest.approx(entry["served_ms"]["median"] - entry["step_ms"]["median"], abs=1e-3)
+    assert [found["ids"] for found in record["admissions"]] == [1024, 131072]
+
+
 @pytest.mark.parametrize("command", ["forward", "serve"])
 def test_ranks_on_gpus_are_not_measured_as_ranks_on_cpus(command: str) -> None:
     done = engine("bench", command, "--model", "tests/oracle/v4-tiny-quant", ENGINE_DEVICE="cuda")

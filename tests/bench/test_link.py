@@ -40,12 +40,12 @@ def test_all_kinds_arrive() -> None:
 async def test_a_receiver_that_ends_or_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = multiprocessing.Pipe()
     theirs.send([3])
-    assert await link._hear(ours) == [3]
+    assert await link.hear(ours) == [3]
     monkeypatch.setattr(link, "ANSWER_S", 0.05)
     with pytest.raises(FabricError, match=r"has said nothing for 0\.05 s"):
-        await link._hear(ours)
+        await link.hear(ours)
     # Ends the thread that still listens, too.
     theirs.close()
     with pytest.raises(FabricError, match="has ended"):
-        await link._hear(ours)
+        await link.hear(ours)
     ours.close()

@@ -40,10 +40,10 @@ def tiny_bench(*cases: str, routing: Routing = "real", ranks: int = 1, records: 
     [
         ("decode=32*1@8192", DeviceCase("decode", 32, 1, 8192)),
         ("decode=64*1@128k", DeviceCase("decode", 64, 1, 131072)),
-        ("verify=16*4@4096:3", DeviceCase("verify", 16, 4, 4096)),
+        ("verify=16*4@4096:3", DeviceCase("verify", 16, 4, 4096, 3)),
         ("one=1@1k", DeviceCase("one", 1, 1, 1024)),
         ("first=2*3", DeviceCase("first", 2, 3, 3)),
-        ("a b=8*8@8:7", DeviceCase("a b", 8, 8, 8)),
+        ("a b=8*8@8:7", DeviceCase("a b", 8, 8, 8, 7)),
     ],
 )
 def test_a_case_says_requests_rows_and_length(text: str, case: DeviceCase) -> None:
@@ -299,6 +299,8 @@ def test_without_a_device_both_commands_say_so(capsys: pytest.CaptureFixture[str
         pytest.skip("this machine has one")
     assert main(["--case", "a=1@64"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+    assert main(["--case", "a=1@64", "--profiled", "b"]) == 2
+    assert "--profiled b is none of the cases" in capsys.readouterr().err
     assert main(["--case", "a=9@64"]) == 2
     assert "is a prompt's" in capsys.readouterr().err
     done = engine("bench", "forward", "--device", "cuda", "--case", "a=1@64")

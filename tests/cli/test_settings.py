@@ -97,11 +97,8 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("[limits]\nquarantined_pages = 2", ":2: limits.quarantined_pages: 2 is not a share"),
         ("checksum_pushes = 1", ":1: checksum_pushes: 1 is neither true nor false"),
         ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
-        ("device = 'cuda'", ":1: device: 'cuda' runs V4 models, and this is a V4.1 model; use 'cpu'"),
         ("device = 'cuda'\nfabric = 'tcp'", ":2: fabric: tcp carries host memory only"),
         ("device = 'cuda'\n[draft]\ntokens = 2", ":3: draft.tokens: on device = \"cuda\" nothing is drafted; write 0"),
-        ("device = 'cuda'\n[pools.decode]\nranks = 2\ngroup = 2", "on device = \"cuda\" each rank has all experts"),
-        ("device = 'cuda'\n[pools.prefill]\nranks = 2\ngroup = 2", "pools.prefill.group: on device = \"cuda\" each"),
         ("kv_dtype = 'fp8'", ":1: kv_dtype: 'fp8' is for device = \"cuda\""),
         ("load_format = 'dummy'", ":1: load_format: 'dummy' is for device = \"cuda\""),
         ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: a pool of 1 does not divide into groups of 2; give"),
@@ -128,6 +125,12 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
 )  # fmt: skip
 def test_a_problem_names_its_place_and_what_to_write(tmp_path, text, says):
     assert any(says in problem for problem in problems_of(write(tmp_path, text))), problems_of(write(tmp_path, text))
+
+
+def test_both_architectures_run_on_gpus_in_formats_that_their_entries_can_have() -> None:
+    for model, kv_dtype in (("nano", "bfloat16"), ("tests/oracle/v41-tiny", "fp8"), ("tests/oracle/v4-tiny", "fp8")):
+        config = resolve(flags={"device": "cuda", "model": model}).config
+        assert (config.kv_dtype, config.draft.tokens) == (kv_dtype, 0)
 
 
 def test_a_simulated_rack_is_its_scenario_whatever_a_file_says_for_real_ones(tmp_path):
@@ -282,6 +285,11 @@ def test_a_rank_is_given_its_part_of_the_configuration():
     assert [rank.role for rank in ranks] == ["prefill", "decode"]
     assert ranks[0] == dataclasses.replace(ranks[1], role="prefill")
     assert ranks[0].threads == 3 and ranks[0].config_digest == config.digest
+
+
+def test_a_rank_has_its_place_in_its_group():
+    config = resolve(flags={"pools.prefill.ranks": 2, "pools.decode.ranks": 4, "pools.decode.group": 2}).config
+    assert [config.place_of(rank) for rank in range(6)] == [0, 0, 0, 1, 0, 1]
 
 
 def test_a_child_reads_the_same_configuration_back():

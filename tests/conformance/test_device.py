@@ -18,7 +18,7 @@ import pytest
 import torch
 import trio
 
-from engine.config import Limits, RankConfig
+from engine.config import DraftConfig, Limits, RankConfig
 from engine.core.plan import Base, DecodeRow, DecodeRows, PrefillChunk, StepPlan, build_roster
 from engine.errors import DeviceError, LocalProtocolError
 from engine.model.device import TorchDevice, open_torch_device
@@ -27,7 +27,8 @@ from engine.model.step_loading import load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import Device
 from engine.sim.device import SimDevice
-from tests.model.paged_cases import small_v4_config, write_checkpoint
+from tests.model.paged_cases import write_checkpoint
+from tests.model.test_paged_drafts import small_ahead_config
 from transport.blocks import view_memory
 from transport.messages import Sampling
 
@@ -91,6 +92,8 @@ async def open_step(directory: Path, device: str) -> AsyncIterator[Device]:
         replay_rows=0,
         config_digest="0",
         limits=Limits(prefill_chunk_tokens=32, decode_rows=4),
+        # Many more graphs: `tests/model/test_step_drafts.py` has them on a GPU, once.
+        draft=DraftConfig(tokens=3 if device == "cpu" else 0, max_rows=4),
     )
     on_gpu = device == "cuda"
     model, info = await trio.to_thread.run_sync(
@@ -103,7 +106,13 @@ async def open_step(directory: Path, device: str) -> AsyncIterator[Device]:
             prompt_rows=(16,),
         )
     )
-    opened = TorchDevice(model, info, read_checksums=model.arena.read_checksums, gpu=0 if on_gpu else None)
+    opened = TorchDevice(
+        model,
+        info,
+        proposer=model.drafter,
+        read_checksums=model.arena.read_checksums,
+        gpu=0 if on_gpu else None,
+    )
     try:
         yield opened
     finally:
@@ -124,8 +133,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_checkpoint(directory)
     (directory / "v4").mkdir()
-    config = small_v4_config()
-    config["compress_ratios"] = [0, 4, 8, 4, 8]
+    config = small_ahead_config()
+    config["compress_ratios"] = [0, 4, 8, 4, 8, 0]
     write_checkpoint(directory / "v4", config=config)
     return directory
 

@@ -1,4 +1,5 @@
-"""Cases of the routed experts: a rank of two's share of V4-Flash's layers, uniform routing, MXFP4 slots.
+"""Cases of the routed experts: a rank of two's share of V4-Flash's layers, uniform routing, MXFP4 slots; and of ranks
+that hold 8 experts, or all.
 
 Predictions. bf16 (`fp8=None`): a K tile of 256 columns and 128 weight rows (17.4 KB) costs each of a multiprocessor's
 four schedulers 910 instructions, or 790 with `shift`; 936 to 1,055 cycles are what 4.3 TB/s leave for it. With twelve
@@ -22,7 +23,7 @@ from tests.kernels.bench import Case
 
 HIDDEN, WIDTH, EXPERTS, PLACES, LOCAL = 4096, 2048, 256, 6, 128
 LAYERS = 8
-"""Layers whose experts have slots; calls take them in turn, 13.7 GB in all."""
+"""Layers whose experts have slots; calls take them in turn, 13.7 GB in all. More or fewer where not LOCAL are here."""
 CLAMP = 10.0
 CHECKED_ROWS = 3
 LIMIT = 6e-3
@@ -98,13 +99,14 @@ class Inputs:
 
 
 @functools.cache
-def inputs(rows: int) -> list[Inputs]:
-    sets = []
-    for layer in range(LAYERS):
+def inputs(rows: int, local: int = LOCAL) -> list[Inputs]:
+    """Of each layer."""
+    sets: list[Inputs] = []
+    for layer in range(min(2 * LAYERS, LAYERS * LOCAL // local)):
         generator = torch.Generator().manual_seed(1000 * rows + layer)
-        here = torch.randperm(EXPERTS, generator=generator)[:LOCAL]
+        here = torch.randperm(EXPERTS, generator=generator)[:local]
         table = torch.full((EXPERTS,), -1)
-        table[here] = layer * LOCAL + torch.randperm(LOCAL, generator=generator)
+        table[here] = layer * local + torch.randperm(local, generator=generator)
         ids = torch.rand(rows, EXPERTS, generator=generator).argsort(-1)[:, :PLACES].sort(-1).values
         weights = torch.rand(rows, PLACES, generator=generator)
         x = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
@@ -114,28 +116,29 @@ def inputs(rows: int) -> list[Inputs]:
 
 
 @functools.cache
-def truth(rows: int) -> Tensor:
-    one, few = inputs(rows)[0], slice(0, CHECKED_ROWS)
+def truth(rows: int, local: int = LOCAL) -> Tensor:
+    one, few = inputs(rows, local)[0], slice(0, CHECKED_ROWS)
     return reference.mix_experts(one.x[few], one.ids[few], one.weights[few], one.expert_to_slot, slots(), CLAMP)
 
 
-def case(rows: int, name: str, config: experts.Config | None = None) -> Case:
+def case(rows: int, name: str, config: experts.Config | None = None, local: int = LOCAL) -> Case:
     config = config or experts.choose_config(rows)
+    sets = inputs(rows, local)
 
     def run(call: int) -> Tensor:
-        one = inputs(rows)[call % LAYERS]
+        one = sets[call % len(sets)]
         return experts.mix_experts(one.x, one.ids, one.weights, one.expert_to_slot, slots(), CLAMP, config=config)
 
     def check(result: object) -> None:
         assert isinstance(result, Tensor)
-        want = truth(rows)
+        want = truth(rows, local)
         error = float((result[:CHECKED_ROWS] - want).norm() / want.norm())
         if not error < LIMIT or not bool(result.isfinite().all()):
             raise AssertionError(f"relative error {error}")
 
-    touched = sum(len(inputs(rows)[call % LAYERS].touched()) for call in range(10)) / 10
+    touched = sum(len(sets[call % len(sets)].touched()) for call in range(10)) / 10
     moved = touched * slots().slot_bytes
-    pairs = rows * PLACES * LOCAL / EXPERTS
+    pairs = rows * PLACES * local / EXPERTS
     rate = 3.8e6 if config.fp8 else 3.7e6 if config.shift is not None else 3.2e6
     return Case(
         name=f"T={rows} {touched:.1f} experts {name}",
@@ -168,4 +171,6 @@ def cases() -> list[Case]:
     """Defaults first, then what else might be faster."""
     listed = [case(rows, "default") for rows in VARIANTS]
     listed += [case(rows, *variant) for rows, variants in VARIANTS.items() for variant in variants.items()]
+    listed += [case(8, "default"), case(512, "default, 8 experts here", local=8)]
+    listed += [case(256, "default, all here", local=EXPERTS), case(256, "bf16, all here", BF16, local=EXPERTS)]
     return [*listed, yardstick(32)]

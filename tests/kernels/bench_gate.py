@@ -58,9 +58,10 @@ def case(rows: int, experts: int, lookup: bool, name: str = "", config: GateConf
         run=run,
         bytes=experts * HIDDEN * 2 + rows * (HIDDEN * 2 + TOP_K * 8),
         # Weights come while the kernel before ends. Then x (0.7 us), 32 products in a row (0.6), parts to the L2 and a
-        # count (1.3), parts back (0.7), six maxima of four warps in turn and what is around them (1.2). Of 16 rows the
-        # last program adds 128 KB: 1.2 us more. 256 rows are 1,024 programs in two waves, of which each reads 48 KB.
-        predicted_us={1: 4.5, 16: 6.0, 64: 6.5, 256: 10.0}[rows] - (0.5 if lookup else 0.0),
+        # count (1.3), parts back (0.7), six maxima of four warps in turn and what is around them (1.2). Of more rows a
+        # second kernel chooses: 2.5 for its launch, 3 for some 1,000 instructions of one warp, none of them twice.
+        # 256 rows are 1,024 programs in two waves, of which each reads 48 KB.
+        predicted_us={1: 4.5, 16: 8.0, 64: 8.5, 256: 11.0}[rows] - (0.5 if lookup else 0.0),
         check=check,
     )
 
@@ -73,6 +74,9 @@ def cases() -> list[Case]:
         " 16 slices": {"slices": 16, "chunk": 256},
         " 64 experts": {"experts": 64, "slices": 16, "chunk": 256},
         " 8 warps": {"warps": 8},
+        " the last program chooses": {"together": 16},
+        " a second kernel chooses": {"together": 0},
+        " four warps choose": {"choosing_warps": 4},
     }
     for name, changes in variants.items():
         found += [case(rows, 256, False, name, dataclasses.replace(DEFAULT, **changes)) for rows in (1, 16, 256)]  # type: ignore[arg-type]

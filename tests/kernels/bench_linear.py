@@ -52,6 +52,8 @@ SIZES = {
 }
 ROWS = (1, 16, 64, 256)
 
+OLDER = {"overlaps": False}
+"""What would be used without `kernels.streamed`, which takes products that have no tiling given."""
 LOW = {"block_m": 64, "warps": 4}
 TURNED = {"prepared": True}
 HALF = {"block_n": 64, "registers": None}
@@ -59,11 +61,19 @@ WIDE = {"block_n": 256, "registers": None, "stages": 2}
 EARLY = {"overlaps": True, "ahead": 0}
 AHEAD = {"overlaps": True}
 VARIANTS: dict[str, dict[int, list[dict[str, object]]]] = {
-    "wq_b": {16: [{"stages": 4}, EARLY, AHEAD], 64: [{"prepared": False}, LOW], 256: [{"prepared": False}, HALF, WIDE]},
-    "wo_a": {16: [{"slices": 4}, EARLY], 64: [{"slices": 4}, {"prepared": False}, LOW], 256: [{"slices": 4}, HALF]},
+    "wq_b": {
+        16: [OLDER, {"stages": 4}, EARLY, AHEAD],
+        64: [OLDER, {"prepared": False}, LOW],
+        256: [{"prepared": False}, HALF, WIDE],
+    },
+    "wo_a": {
+        16: [OLDER, {"slices": 4}, EARLY],
+        64: [OLDER, {"slices": 4}, {"prepared": False}, LOW],
+        256: [{"slices": 4}, HALF],
+    },
     "wo_b": {
-        16: [{"slices": 8}, EARLY, AHEAD],
-        64: [{"slices": 8}, {"prepared": False}, LOW],
+        16: [OLDER, {"slices": 8}, EARLY, AHEAD],
+        64: [OLDER, {"slices": 8}, {"prepared": False}, LOW],
         256: [{"slices": 8}, HALF, WIDE],
     },
     "shared up": {16: [EARLY, AHEAD], 64: [{"prepared": False}, LOW], 256: [HALF, WIDE]},
@@ -167,7 +177,7 @@ def case(name: str, rows: int, changes: dict[str, object]) -> Case:
 
     def run(i: int) -> Tensor:
         held, rotating = weights(name), inputs(size.width * size.groups, rows)
-        return product(size, rotating[i % SETS], held[i % len(held)], config)
+        return product(size, rotating[i % SETS], held[i % len(held)], config if changes else None)
 
     label = f"m{config.block_m} n{config.block_n} k{config.block_k} s{config.slices}"
     label += f"{'*' if config.serial else ''} w{config.warps} p{config.stages}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.nvlink import NvlinkExchange
 from kernels.combine import combine_rows
-from kernels.exchange import ExchangeConfig, dispatch_rows
+from kernels.exchange import ExchangeConfig, choose_config, dispatch_rows
 from kernels.mailbox import Mailbox, MailboxLayout
 
 HIDDEN, TOP_K, EXPERTS = 4096, 6, 256
@@ -49,6 +49,8 @@ class Member(Protocol):
 
     def open(self, layout: MailboxLayout) -> tuple[NvlinkExchange, Tensor, dict[int, int]]: ...
 
+    def open_peer_memory(self, layout: MailboxLayout) -> tuple[NvlinkExchange, Tensor, dict[int, int]]: ...
+
     def meet_host(self) -> None: ...
 
     def expect(self, is_right: bool, what: str) -> None: ...
@@ -76,6 +78,42 @@ def time_exchanges(member: Member) -> None:
             _time_rows(member, exchange.mailbox, rows)
         found = exchange.find_expiry()
         member.expect(found is None, f"while it was timed: {found}")
+
+
+def compare_memories(member: Member) -> None:
+    """Torch's symmetric memory beside the engine's own, in turns, three times each, into the member's times."""
+    layout = MailboxLayout(2, LAYERS, max(ROWS), HIDDEN, TOP_K)
+    exchanges = {"symmetric": member.open(layout)[0], "peer": member.open_peer_memory(layout)[0]}
+    for rows in ROWS:
+        calls = {name: _plain_exchanges(exchange.mailbox, rows) for name, exchange in exchanges.items()}
+        predicted = {"dispatch": PREDICTED["dispatch", "bf16"][rows], "combine": PREDICTED["combine", "bf16"][rows]}
+        for turn in range(3):
+            for name, both in calls.items():
+                for phase, call in both.items():
+                    label = f"{name} {turn}"
+                    _time(member, f"{phase} bf16 {rows}", label, call, choose_config(rows), predicted[phase])
+    for name, exchange in exchanges.items():
+        found = exchange.find_expiry()
+        member.expect(found is None, f"in {name} memory: {found}")
+
+
+def _plain_exchanges(box: Mailbox, rows: int) -> dict[str, Callable[[ExchangeConfig], None]]:
+    """Both phases of LAYERS layers, with parts that are added up already."""
+    device = box.memory.device
+    x = torch.randn((rows, HIDDEN), device=device).bfloat16()
+    ids = torch.rand((rows, EXPERTS), device=device).topk(TOP_K, -1).indices.sort(-1).values.int()
+    weights = torch.rand((rows, TOP_K), device=device)
+    sums, all_ids, out = torch.randn((2 * rows, HIDDEN), device=device), ids.repeat(2, 1), torch.empty_like(x)
+
+    def dispatch(config: ExchangeConfig) -> None:
+        for layer in range(LAYERS):
+            dispatch_rows(box, layer, rows, x, ids, weights, config)
+
+    def combine(config: ExchangeConfig) -> None:
+        for layer in range(LAYERS):
+            combine_rows(box, layer, rows, sums, all_ids, x, out, None, config)
+
+    return {"dispatch": dispatch, "combine": combine}
 
 
 def _time_rows(member: Member, box: Mailbox, rows: int) -> None:

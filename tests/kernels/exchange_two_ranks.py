@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +28,14 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from engine.core.group import Membership
+from engine.model.mesh import MeshListener, open_mesh
 from engine.model.nvlink import Expiry, NvlinkExchange, allocate_mailbox, meet
+from engine.model.peer_memory import PeerMapping, SharedMemory, allocate
 from kernels.mailbox import MailboxLayout
 from tests.kernels.exchange_steps import HIDDEN, LAYERS, TOP_K, Inputs, Step, table_of
-from tests.kernels.exchange_times import capture, time_exchanges
+from tests.kernels.exchange_times import capture, compare_memories, time_exchanges
+from transport.messages import Member
 
 SIZES = ((1, 1, 1), (16, 16, 16), (64, 64, 64), (256, 256, 256), (5, 0, 16), (0, 64, 64), (37, 64, 64))
 """Own rows of both ranks, and places."""
@@ -46,6 +51,8 @@ class Rank:
         self.problems: list[str] = []
         self.times: list[dict[str, Any]] = []
         self._membership = 0
+        # As long as graphs may touch it.
+        self._mapped: list[SharedMemory | PeerMapping] = []
 
     def expect(self, is_right: bool, what: str) -> None:
         if not is_right:
@@ -58,6 +65,27 @@ class Rank:
         self.enter(exchange, addresses)
         return exchange, memory, addresses
 
+    def open_peer_memory(
+        self, layout: MailboxLayout, limit_s: float = 20.0
+    ) -> tuple[NvlinkExchange, Tensor, dict[int, int]]:
+        """The same in memory that ranks of the engine have for one another, met as they meet."""
+        share = allocate(layout.num_bytes, self.device, repr(layout))
+        paths: list[Any] = [None, None]
+        with tempfile.TemporaryDirectory() as folder:
+            dist.all_gather_object(paths, f"{folder}/mesh")
+            listener = MeshListener(paths[self.rank])
+            members = tuple(Member(place, 1, path, 0) for place, path in enumerate(paths))
+            membership = Membership(1, members, (b"", b""), ())
+            mesh = open_mesh(listener, membership, self.rank, limit_s=limit_s, is_wanted=lambda: True, share=share)
+            mesh.close()
+            listener.close()
+            self.meet_host()
+        self._mapped += [share, *mesh.peers.values()]
+        exchange = NvlinkExchange(layout, self.rank, share.memory, limit_s=limit_s)
+        addresses = {self.rank: share.address} | {place: peer.address for place, peer in mesh.peers.items()}
+        self.enter(exchange, addresses)
+        return exchange, share.memory, addresses
+
     def enter(self, exchange: NvlinkExchange, addresses: dict[int, int]) -> None:
         self._membership += 1
         exchange.enter(self._membership, addresses)
@@ -69,8 +97,8 @@ class Rank:
         dist.barrier(device_ids=[self.rank])
         torch.cuda.synchronize()
 
-    def check_bits(self, layout: MailboxLayout, name: str, is_routed: bool = False) -> None:
-        exchange, _, addresses = self.open(layout)
+    def check_bits(self, layout: MailboxLayout, name: str, is_routed: bool = False, is_symmetric: bool = True) -> None:
+        exchange, _, addresses = self.open(layout) if is_symmetric else self.open_peer_memory(layout)
         luck = random.Random(self.rank)
         for *counts, rows in SIZES:
             both = (counts[0], counts[1])
@@ -164,8 +192,10 @@ def run_rank(rank: int, port: int, only: str, output: str) -> None:
         "bits": lambda: member.check_bits(wide, "bf16/f32"),
         "narrow": lambda: member.check_bits(narrow, "fp8/bf16"),
         "routed": lambda: member.check_bits(wide, "bf16/f32 routed", is_routed=True),
+        "peer": lambda: member.check_bits(wide, "bf16/f32 by descriptor", is_symmetric=False),
         "expiry": member.check_expiry,
         "times": lambda: time_exchanges(member),
+        "memories": lambda: compare_memories(member),
     }
     for name in only.split(","):
         began = time.perf_counter()
@@ -209,7 +239,7 @@ def report(problems: list[str], times: list[dict[str, Any]], output: str) -> Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="bits,narrow,routed,expiry,times")
+    parser.add_argument("--only", default="bits,narrow,routed,peer,expiry,times")
     parser.add_argument("--output", default="", help="JSON of times and problems")
     options = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as server:

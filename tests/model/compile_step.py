@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -28,10 +29,12 @@ from triton.runtime import driver, jit
 from engine.bench.cases import cut_layers, load_model_config, parse_case
 from engine.bench.rig import PAGE_TOKENS, count_pages
 from engine.model.checkpoint import tensor_specs
+from engine.model.engram import engram_tables
 from engine.model.ops import triton_ops
 from engine.model.records import plan_records
 from engine.model.shapes import ModelShape, shape_from_config
 from engine.model.step_forward import PeerRows, StepForward, StepSize
+from engine.model.step_shared import open_step
 from engine.model.step_weights import local_experts, make_step_weights
 from kernels.forms import SlotWeights, Weight
 
@@ -67,6 +70,11 @@ class ShapeSource:
 
     def ids(self, name: str) -> Tensor:
         return torch.empty(self._specs[name].shape, dtype=torch.int32, device=META)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        rows, columns = self._specs[name].shape
+        data = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=META)
+        return data, torch.empty((rows, -(-columns // 32)), dtype=torch.uint8, device=META)
 
     def slots(self, owned: Sequence[tuple[int, int]]) -> SlotWeights:
         width, hidden, count = self._shape.expert_width, self._shape.hidden, len(owned)
@@ -128,13 +136,16 @@ def resources(kernel: Any) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", done.stdout)}
 
 
-def open_step(options: argparse.Namespace, case_text: str) -> StepForward:
+def open_case(options: argparse.Namespace, case_text: str) -> StepForward:
     """A step of the case's size over tensors without memory."""
     config = load_model_config(options.model)
     shape = shape_from_config(cut_layers(config, options.layers) if options.layers else config)
     case = parse_case(case_text)
     experts = local_experts(shape.num_experts, options.ranks, 0)
-    weights = make_step_weights(shape, ShapeSource(shape), max_tokens=1024, experts=experts)
+    engram = (
+        None if shape.engram is None else engram_tables(shape, np.arange(shape.vocab_size) % shape.engram.num_classes)
+    )
+    weights = make_step_weights(shape, ShapeSource(shape), max_tokens=1024, experts=experts, engram=engram)
     size = StepSize(case.requests, case.rows, count_pages(case))
     records = plan_records(
         shape,
@@ -152,7 +163,7 @@ def open_step(options: argparse.Namespace, case_text: str) -> StepForward:
             torch.empty(places, dtype=torch.int32, device=META),
             torch.empty(places, device=META),
         )
-    return StepForward(shape, weights, records, arena, triton_ops(), size, peers=peers)
+    return open_step(shape, weights, records, arena, triton_ops(), size, peers=peers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launches.failed.clear()
         seen = set(launches.kernels)
         began = time.perf_counter()
-        open_step(options, case).run()
+        open_case(options, case).run()
         total = sum(launches.counts.values())
         print(f"{case}: {total} launches of kernels, compiled in {time.perf_counter() - began:.0f} s")
         for name, count in launches.counts.most_common():

@@ -95,8 +95,8 @@ class Rank:
         return {}
 
 
-def main() -> None:
-    rank = Rank()
+def serve(rank: object) -> None:
+    """Calls the methods of `rank` that it is told, until the end of stdin."""
     for line in sys.stdin:
         action, options = json.loads(line)
         begun, used = time.monotonic(), time.process_time()
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank())

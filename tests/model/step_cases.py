@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.model.engram import EngramTables
 from engine.model.ops import Ops
 from engine.model.records import Records, plan_records
 from engine.model.shapes import ModelShape, shape_from_config
 from engine.model.step_forward import StepForward, StepSize
+from engine.model.step_shared import open_step
 from engine.model.step_weights import StepWeights, WeightSource, make_step_weights
 from kernels.forms import RecordFormat
-from tests.model.paged_cases import smallest_page
+from tests.model.paged_cases import smallest_page, write_checkpoint
 
 POISON = 0xFF
 MAX_TOKENS = 320
@@ -43,7 +48,7 @@ class StepRig:
             format=format,
         )
         arena = records.make_arena(self.device).fill_(POISON)
-        step = StepForward(self.shape, self.weights, records, arena, self.ops, StepSize(sequences, span, pages))
+        step = open_step(self.shape, self.weights, records, arena, self.ops, StepSize(sequences, span, pages))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(sequences * pages + 1, generator=generator)[: sequences * pages]
         step.rows.tables.copy_(order.view(sequences, pages))
@@ -51,9 +56,16 @@ class StepRig:
         return step
 
 
-def make_rig(shape: ModelShape, source: WeightSource, ops: Ops, *, max_tokens: int = MAX_TOKENS) -> StepRig:
+def make_rig(
+    shape: ModelShape,
+    source: WeightSource,
+    ops: Ops,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    engram: EngramTables | None = None,
+) -> StepRig:
     """Weights from a source, on its device."""
-    return StepRig(shape, make_step_weights(shape, source, max_tokens=max_tokens), ops, source.device)
+    return StepRig(shape, make_step_weights(shape, source, max_tokens=max_tokens, engram=engram), ops, source.device)
 
 
 @dataclasses.dataclass
@@ -101,3 +113,18 @@ def flash_shape() -> ModelShape:
     from engine.bench.cases import load_model_config
 
     return shape_from_config(load_model_config("v4-flash"))
+
+
+def write_agreeing_checkpoint(directory: Path, config: dict[str, Any], *, share: float = 0.03) -> None:
+    """A random V4 model as `write_checkpoint` writes one, whose drafts often hold: what layers add is `share` of what
+    random ones do, so that the next token follows from the present one as a rule, and the layer that predicts ahead
+    sees the token and not the streams."""
+    write_checkpoint(directory, config=config)
+    weights = load_file(directory / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("wo_b.weight", "w2.weight")):
+            tensor *= share
+    weights["mtp.0.h_proj.weight"] *= share / 10
+    weights["mtp.0.e_proj.weight"] = torch.eye(len(weights["mtp.0.e_proj.weight"]))
+    weights["mtp.0.norm.weight"] = weights["norm.weight"].clone()
+    save_file(weights, directory / "model.safetensors")

@@ -15,6 +15,7 @@ import trio
 from engine.core.plan import IDLE_STEP, StepPlan
 from engine.errors import GroupBroken
 from engine.model.device import TorchDevice, open_torch_device
+from engine.model.dispatch import Dispatch
 from engine.model.exchange import Key
 from engine.model.expert_slots import TorchExpertSlots
 from engine.model.fused import Layer, Mixture, Routed
@@ -186,10 +187,11 @@ async def test_a_step_that_breaks_anywhere_finds_the_same_drafts(
         hit: list[tuple[int, ...]] = []
 
         def breaks(number: int, key: Key, place: int) -> bool:
-            worker = group.devices[place]._group
-            if number > len(ends) or place != number % size or key[0] < number % 3 or worker is None:
+            dispatch = group.devices[place].model.mixture
+            if number > len(ends) or place != number % size or key[0] < number % 3:
                 return False
-            part = worker._dispatch._part
+            assert isinstance(dispatch, Dispatch)
+            part = dispatch._part
             # The first round of the layer that predicts ahead, and a later one.
             if (part, *key[2:]) != ends[number - 1] or (part and number % 2 and key[1] < 2 and parts[1].layers == 1):
                 return False

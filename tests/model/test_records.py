@@ -31,6 +31,8 @@ def parts(records: Records, *, in_pages: bool) -> Iterator[tuple[int, int]]:
             yield ring.data, ring.rows * ring.width * 4
         shape = flash_shape()
         yield records.slabs_at + records.counts, 2 * shape.vocab_size
+        assert records.streams is not None and records.streams.stride == records.slab_bytes
+        yield records.streams.data, 4 * shape.stream_width
     for plane in planes:
         assert plane.stride == (records.page_bytes if in_pages else records.slab_bytes)
         yield plane.data, plane.rows * plane.data_bytes
@@ -53,6 +55,9 @@ def test_a_private_block_has_no_byte_twice_and_ends_with_the_arena() -> None:
             if ring is not None and long is not None:
                 assert long.width == ring.width and long.rows >= role.pooled_tokens + 256
                 found.append((long.data, long.rows * long.width * 4))
+    for far in records.staging_stages:
+        assert far.rows == shape.window + 256
+        found += [(far.data, far.rows * far.data_bytes), (far.scale, far.rows * far.scale_bytes)]
     end = records.slabs_at + records.num_slabs * records.slab_bytes
     for first, num_bytes in sorted(found):
         assert first % PLANE_ALIGN == 0 and first >= end

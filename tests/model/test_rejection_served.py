@@ -21,6 +21,7 @@ from engine.errors import GroupBroken
 from engine.model import rejection, sampling
 from engine.model.decoding import Decode, Decoded, Decoder
 from engine.model.device import TorchDevice, open_torch_device
+from engine.model.dispatch import Dispatch
 from engine.model.exchange import Key
 from engine.model.penalties import count_ids
 from engine.model.sampling import LANE_ACCEPT, LANE_DRAFT, LANE_SAMPLE, process_logits
@@ -226,10 +227,11 @@ async def test_a_group_that_breaks_off_finds_the_same(tmp_path: Path) -> None:
         hit: list[tuple[int, ...]] = []
 
         def breaks(number: int, key: Key, place: int, group: Group = group, ends: Any = ends, hit: Any = hit) -> bool:
-            worker = group.devices[place]._group
-            if number > len(ends) or place != number % 2 or key[0] < number % 3 or worker is None:
+            dispatch = group.devices[place].model.mixture
+            if number > len(ends) or place != number % 2 or key[0] < number % 3:
                 return False
-            if (worker._dispatch._part, *key[2:]) != ends[number - 1]:
+            assert isinstance(dispatch, Dispatch)
+            if (dispatch._part, *key[2:]) != ends[number - 1]:
                 return False
             hit.append(ends[number - 1])
             return True

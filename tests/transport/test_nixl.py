@@ -15,6 +15,7 @@ from transport.errors import FabricError
 from transport.fabric import BlockRun
 from transport.nixl_door import Door
 from transport.nixl_fabric import is_available, nixl_status, open_nixl_fabric
+from transport.nixl_naps import NAP_S, SHARE, choose_nap
 from transport.nixl_owner import AgentThread
 
 needs_nixl = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
@@ -78,6 +79,24 @@ async def test_an_agent_that_fails_before_anyone_asks_is_named_all_the_same() ->
             await thread.start()
     finally:
         await thread.stop()
+
+
+@pytest.mark.parametrize("end", [20e-6, 130e-6, 0.5e-3, 1.35e-3, 2.5e-3])
+def test_the_end_of_a_transfer_is_seen_soon_and_looked_for_seldom(end: float) -> None:
+    look = 10e-6
+    at, looks = look, 1
+    while at < end:
+        at += choose_nap(at) + look
+        looks += 1
+    assert at - end <= min(end / SHARE, NAP_S) + look
+    # A poll takes some microseconds of the interpreter.
+    assert looks * 5e-6 <= end / 2 + look
+
+
+def test_who_hangs_is_looked_at_ever_less_often() -> None:
+    naps = [choose_nap(quiet) for quiet in (0.0, 1e-4, 1e-3, 1e-2, 0.1, 1.0)]
+    assert naps == sorted(naps) and naps[0] == 0 and naps[2] == NAP_S
+    assert naps[-2] >= 2e-3, "after that it rests, see REST_MS"
 
 
 @needs_nixl
