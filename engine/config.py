@@ -362,13 +362,14 @@ class ClusterConfig:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the configuration must know of a model. `page_bytes` is an estimate: the rank's layout pads records;
-    `max_drafts` is 0 for a model without drafter; `is_v4` says that it is of V4's architecture, not V4.1's."""
+    `max_drafts` is 0 for a model without drafter; `predicts` says that this is a layer that predicts ahead, the only
+    kind of drafter that runs on GPUs."""
 
     vocab_size: int
     max_length: int
     page_bytes: int
     max_drafts: int = 0
-    is_v4: bool = False
+    predicts: bool = False
 
 
 def model_directory(model: str) -> Path:
@@ -392,9 +393,10 @@ def read_model_facts(model: str, *, page_tokens: int, value_bytes: int) -> Model
         page_tokens, entry_bytes=shape.head_dim * value_bytes, key_bytes=shape.index_dim * value_bytes
     )
     max_drafts = MOST_DRAFTS if shape.num_predict_layers else 0
+    predicts = shape.num_predict_layers > 0 and shape.drafter is None
     if shape.drafter is not None:
         max_drafts = min(shape.drafter.block_size, MOST_DRAFTS)
-    return ModelFacts(shape.vocab_size, shape.max_length, max(page_bytes, 1), max_drafts, is_v4=not shape.shifts_pre)
+    return ModelFacts(shape.vocab_size, shape.max_length, max(page_bytes, 1), max_drafts, predicts)
 
 
 def plan_num_pages(*, decode_rows: int, max_model_tokens: int, page_tokens: int, page_bytes: int, ranks: int) -> int:

@@ -221,8 +221,9 @@ KEYS: tuple[Key, ...] = (
         "draft.tokens",
         "count",
         None,
-        "Tokens that a small model drafts behind each token of a text, for the model to check in one step: 0 to 7. The"
-        " text stays the same. Default: what was measured to be best; 0 for a model without drafter.",
+        "Tokens that a small model drafts behind each token of a text, for the model to check in one step: 0 to 7, of"
+        " which a rank of a group on GPUs makes 3 at most. The text stays the same. Default: what was measured to be"
+        " best; 0 for a model without drafter.",
     ),
     Key(
         "draft.max_rows",

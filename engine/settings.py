@@ -33,6 +33,7 @@ from engine.config import (
     HandBackConfig,
     HttpConfig,
     Limits,
+    ModelFacts,
     PoolConfig,
     SloConfig,
     parse_ranks,
@@ -251,7 +252,7 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         problem("model", str(error))
     else:
         vocab_size = facts.vocab_size
-        _derive_drafts(values, facts.max_drafts, derive, problem)
+        _derive_drafts(values, facts, derive, problem)
         derive("max_model_tokens", min(facts.max_length, 8192), f"the model's {facts.max_length}, at most 8192")
         if values["max_model_tokens"] > facts.max_length:
             problem("max_model_tokens", f"{values['max_model_tokens']} is more than the model's {facts.max_length}")
@@ -334,8 +335,6 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 
 def _check_gpu(values: Mapping[str, Any], problem: Callable[[str, str], None]) -> None:
     """What a rank on a GPU can not do yet is refused by name."""
-    if values["draft.tokens"]:
-        problem("draft.tokens", f'on device = "cuda" nothing is drafted; write 0, not {values["draft.tokens"]}')
     if values["replay_rows"]:
         problem("replay_rows", f'on device = "cuda" prompts are computed whole; write 0, not {values["replay_rows"]}')
     if values["fabric"] == "tcp":
@@ -382,11 +381,12 @@ def _derive_pools(values: Mapping[str, Any], problem: Callable[[str, str], None]
 
 def _derive_drafts(
     values: Mapping[str, Any],
-    most: int,
+    facts: ModelFacts,
     derive: Callable[[str, object, str], None],
     problem: Callable[[str, str], None],
 ) -> None:
-    """`draft.tokens`; `most` is what the model's drafter has."""
+    """`draft.tokens`."""
+    most, on_gpu = facts.max_drafts, values["device"] == "cuda"
     if not most:
         derive("draft.tokens", 0, "a model without drafter")
     elif values["replay_rows"]:
@@ -396,6 +396,8 @@ def _derive_drafts(
     tokens = values["draft.tokens"]
     if tokens and not most:
         problem("draft.tokens", f"this model has no drafter that could draft {tokens} tokens; write 0, or leave it out")
+    elif tokens and on_gpu and not facts.predicts:
+        problem("draft.tokens", f'on device = "cuda" only a layer that predicts ahead drafts; write 0, not {tokens}')
     elif tokens > most:
         problem("draft.tokens", f"{tokens} is more than this model's drafter has ({most})")
 

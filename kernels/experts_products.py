@@ -34,9 +34,10 @@ def _tiles_of(ids, expert_to_slot, pair_count, MAX_PAIRS: gl.constexpr):
     ACROSS: gl.constexpr = gl.SliceLayout(0, SQUARE)
     i = gl.arange(0, MAX_PAIRS, DOWN)
     j = gl.arange(0, MAX_PAIRS, ACROSS)
-    own = gl.load(ids + i, mask=i < pair_count, other=-1)
-    other = gl.load(ids + j, mask=j < pair_count, other=-1)
-    slot = gl.load(expert_to_slot + own, mask=own >= 0, other=-1)
+    # Not from L1, which may be older than kernels that have ended since.
+    own = gl.load(ids + i, mask=i < pair_count, other=-1, cache_modifier=".cg")
+    other = gl.load(ids + j, mask=j < pair_count, other=-1, cache_modifier=".cg")
+    slot = gl.load(expert_to_slot + own, mask=own >= 0, other=-1, cache_modifier=".cg")
     earlier = ((other[None, :] == own[:, None]) & (j[None, :] < i[:, None])).to(gl.int32)
     is_first = ((slot >= 0) & (gl.sum(earlier, 1) == 0)).to(gl.int32)
     lower = gl.where(other[None, :] < own[:, None], gl.convert_layout(is_first, ACROSS)[None, :], 0)

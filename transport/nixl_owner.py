@@ -252,9 +252,10 @@ class AgentThread:
         while not self._stopping:
             happened = self._do_told(agent)
             happened |= self._poll_live(agent)
-            # Before anything else is done: somebody waits for it.
-            self._hand_over()
-            self._release_ended()
+            if happened:
+                # Before anything else is done: somebody waits for it.
+                self._hand_over()
+                self._release_ended()
             if self._live or self._receives:
                 # Nobody sends us notifications; asking for them is what moves UCX for those who write to us.
                 happened |= bool(agent.get_new_notifs())

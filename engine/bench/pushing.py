@@ -79,7 +79,8 @@ class PushingOptions:
 
 
 def measure_pushing(options: PushingOptions, arguments: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """All lengths; a record, see `record.py`. Each prompt's pages arrived, or a run says `"arrived": False`.
+    """All lengths; a record, see `record.py`. The pages of a first prompt of each length arrived, or the length's run
+    says `"arrived": False`.
 
     Raises:
         ConfigError: there is no such device or model, or a prompt is longer than it allows.
@@ -172,10 +173,10 @@ async def _measure_all(
             await fabric.register([*device.block_runs(), *small.runs])
             target = await fabric.connect(await hear(peer))
             bench = _Bench(options, config, device, fabric, target, peer, sizes, parts)
-            arrived = await _check_bytes(bench)
-            tell(f"pages of a first prompt have {'arrived' if arrived else 'NOT ARRIVED'}")
             runs = []
             for pages in options.pages:
+                arrived = await _check_bytes(bench, pages)
+                tell(f"{pages} pages: those of a first prompt have {'arrived' if arrived else 'NOT ARRIVED'}")
                 run = {**await _measure_prompts(bench, pages, tell), "arrived": arrived}
                 runs.append(run)
                 tell(describe_pushing(run))
@@ -194,14 +195,14 @@ def _count_parts(device: TorchDevice) -> int:
     return len({plane.data for plane in planes})
 
 
-async def _check_bytes(bench: _Bench) -> bool:
-    """Whether a first prompt's pushes are what lies in the other process's memory afterwards."""
-    pages = min(bench.options.pages)
+async def _check_bytes(bench: _Bench, pages: int) -> bool:
+    """Whether all pushes of a prompt that is not measured are what lies in the other process's memory afterwards."""
     async with _open(bench, checksums=True) as loop:
         remote = await _run_prompt(bench, loop, 1, pages)
         slab = bench.sizes[0][1]
-        is_right = True
-        for pushed, _ in loop.peer.find(PagesPushed):
+        told = [pushed for pushed, _ in loop.peer.find(PagesPushed)]
+        is_right = sum(pushed.count for pushed in told) == pages
+        for pushed in told:
             blocks = remote[pushed.first : pushed.first + pushed.count]
             if pushed.first + pushed.count == pages:
                 blocks = [*blocks, slab]

@@ -120,7 +120,7 @@ def judge_samples(samples: Sequence[ServedSample], split: ServedSample, forward_
     """A rank's samples as figures of a record.
 
     Args:
-        split: one more, with parts.
+        split: one more, with parts; its own totals stand under `split`.
         forward_us: the bare step's median.
     """
     medians = [statistics.median(sample.step_us) for sample in samples]
@@ -135,6 +135,7 @@ def judge_samples(samples: Sequence[ServedSample], split: ServedSample, forward_
         "idle_us": median_us - device_us,
         "loop_us": statistics.median(sample.loop_us for sample in samples),
         "worker_us": statistics.median(sample.worker_us for sample in samples),
+        "split": {"loop_us": split.loop_us, "worker_us": split.worker_us},
         "parts_us": split.parts_us,
         "samples": [describe_sample(sample) for sample in samples],
     }

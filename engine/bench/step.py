@@ -265,7 +265,8 @@ def describe_served(served: dict[str, Any]) -> str:
         f"  served {served['median_us'] / 1e3:.3f} ms (spread {served['spread_pct']:.1f} %), gap"
         f" {served['gap_us'] / 1e3:.3f} ms; device {served['device_us'] / 1e3:.3f} ms, idle between steps"
         f" {served['idle_us'] / 1e3:.3f} ms\n"
-        f"  processor, us a step: loop {served['loop_us']:.0f}, worker {served['worker_us']:.0f}; of it {parts}"
+        f"  processor, us a step: loop {served['loop_us']:.0f}, worker {served['worker_us']:.0f}; in another run"
+        f" {served['split']['loop_us']:.0f} and {served['split']['worker_us']:.0f}, of which {parts}"
     )
 
 

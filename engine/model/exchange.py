@@ -203,7 +203,11 @@ class Mesh:
         return frames
 
     def find_gone(self) -> MeshBroken | None:
-        """A member whose connection has ended, if there is one. Between two exchanges, and does not wait."""
+        """A member whose connection has ended, if there is one; nobody where this one has closed them. Between two
+        exchanges, and does not wait."""
+        if not self._open:
+            # The numbers of its descriptors may be others' by now.
+            return None
         poll = select.poll()
         links = {link.fd: link for link in self._links.values()}
         for fd in links:

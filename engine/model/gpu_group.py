@@ -133,7 +133,7 @@ class GraphSteps:
         Raises:
             DeviceError: a row names a place that there is not.
         """
-        if group.mesh is None or group.is_stopped:
+        if group.mesh is None or group.is_stopped or group.has_news:
             return False
         is_empty = job.decode is None and not job.chunks
         if not is_empty and not self._pipeline.accepts(job):
@@ -153,6 +153,7 @@ class GraphSteps:
         """What the first step under way brought, in this membership or, if it is void, in a later one. Arguments as
         of `GroupWorker.run`."""
         if not first.is_void:
+            self._await(group, first.ended)
             word = self._pipeline.wait(first)
             if not word:
                 result = self._pipeline.finish(first)
@@ -173,7 +174,9 @@ class GraphSteps:
                 self._give_up(group, gone)
 
     def close(self) -> None:
-        """Ends. Nothing is under way any more, unless the device has failed."""
+        """Ends; not on a device that has failed."""
+        # Steps that nobody waited for, because the loop has ended, still put rows into what is unmapped here.
+        self._model.settle()
         self._unmap()
         self._share.close()
 
@@ -209,11 +212,15 @@ class GraphSteps:
         failure = self._copy_failure()
         if self._ended is not None:
             self._ended.record()
-            while not self._ended.query():
-                self.watch(group)
-                time.sleep(LOOK_S)
+        self._await(group, self._ended)
         if word := int(failure[0]):
             raise self._blame(group, word, step)
+
+    def _await(self, group: GroupWorker, ended: torch.cuda.Event | None) -> None:
+        """Until the device has come so far, which the limit of its own waits bounds; members that go end it sooner."""
+        while ended is not None and not ended.query():
+            self.watch(group)
+            time.sleep(LOOK_S)
 
     def _copy_failure(self) -> Tensor:
         """int64[1] on the host, once the device has come so far; good for as many steps as can be under way."""

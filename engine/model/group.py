@@ -109,6 +109,11 @@ class GroupWorker:
         return self._stopped is not None
 
     @property
+    def has_news(self) -> bool:
+        """A breakage that nobody was told of. `run` tells it, before a step of the next membership."""
+        return self._breakage is not None
+
+    @property
     def can_meet(self) -> bool:
         """Another membership is to be joined, which `meet` does."""
         is_wanted = self.mesh is None and self._experts.joined > self._number
@@ -188,7 +193,8 @@ class GroupWorker:
         """The membership is over; it is told to whoever waits for the job that is run next."""
         assert self._membership is not None
         self.leave()
-        if self._breakage is None:
+        # One of an earlier membership that nobody was told of says nothing any more: this one was joined behind it.
+        if self._breakage is None or self._breakage.membership < self._number:
             rank = self._membership.members[broken.place].rank
             step = broken.step if isinstance(broken, StepVoid) else self.step
             self._breakage = GroupBroken(self._number, step, rank, broken.why, overdue=broken.overdue)

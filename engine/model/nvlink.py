@@ -1,9 +1,10 @@
 """Nvlink: the exchanges of a rank whose peers' memory its device reaches: mailboxes, who is where, what has expired.
 
-A mailbox is symmetric memory, allocated and made known to the peers once, before any graph is captured. Graphs find
-peers' addresses, and the numbers of their exchanges, in memory of the device, so they outlive a membership: `enter`
-sets both. A place belongs to one process at a time; it goes to another only after the death of the first is certain, as
-everywhere in a group, because a write that is under way can not be called back.
+A mailbox is memory that the peers reach, allocated before any graph is captured: a rank's is `peer_memory`'s, that of
+tools symmetric memory of torch (`allocate_mailbox`, `meet`). Graphs find peers' addresses, and the numbers of their
+exchanges, in memory of the device, so they outlive a membership: `enter` sets both. A place belongs to one process at a
+time; it goes to another only after the death of the first is certain, as everywhere in a group, because a write that is
+under way can not be called back.
 
 `NvlinkRows` has the place of `PeerRows` in a step. The host is in none of it. After a step it looks whether a wait has
 expired (`find_expiry`, or `failure` among what it copies anyway); what was computed since is void.
@@ -40,7 +41,7 @@ class Expiry(NamedTuple):
     Of several ranks that tell of one, the one with the least (step, layer, phase) names who is to blame.
 
     Attributes:
-        step: counted from 0 in the membership.
+        step: graphs, counted from 0 in the membership: a step of a group may have several, or none.
         layer: of the step.
         phase: 0 for the dispatch, 1 for the combine.
         place: whose flag did not come; of several, any.
@@ -132,7 +133,7 @@ class NvlinkExchange:
 
         Args:
             membership: its number.
-            addresses: of the living, by place, the own one included, from `meet`.
+            addresses: of the living, by place, the own one included, as kernels of this device reach them.
         """
         mailbox = self.mailbox
         layout, device = mailbox.layout, mailbox.memory.device

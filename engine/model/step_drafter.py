@@ -34,6 +34,10 @@ from kernels.forms import StepRows
 
 Ints = npt.NDArray[np.int64]
 
+MOST_DRAFTS_IN_GROUP = SPARE_ROWS // 2 - 1
+"""Two steps under way write so many rows twice, and if the first is void its first row is computed again: rings must
+still have all that it reads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
@@ -77,7 +81,7 @@ class StepDrafter:
         """
         records = arena.records
         assert records.streams is not None and records.stages
-        self.drafts = min(drafts, SPARE_ROWS - 1)
+        self.drafts = min(drafts, SPARE_ROWS - 1 if peers is None else MOST_DRAFTS_IN_GROUP)
         self.draft_rows = draft_rows
         self.is_grouped = peers is not None
         self._peers = peers

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from engine.bench import pushing
 from engine.bench.pushing import PushingOptions, describe_pushing, measure_pushing
 from engine.bench_cli import bench_link
 from engine.errors import ConfigError
-from tests.cli.test_commands import engine
 from tests.cli.tiny_model import write_tiny_model
 
 
@@ -35,7 +36,10 @@ def test_pages_of_each_chunk_arrive(model: str) -> None:
         assert 0.8 * whole < run["by_layer"]["bytes"] <= whole
         assert run["exposed_us"] > 0 and len(run["samples"]) == 2
         assert run["by_layer"]["descriptors"] > run["after"]["descriptors"]
-    assert len(lines) == 8 and "exposed" in lines[-1]
+    assert len(lines) == 9 and "exposed" in lines[-1]
+    assert [line for line in lines if "first prompt" in line] == [
+        f"{pages} pages: those of a first prompt have arrived" for pages in (2, 5)
+    ]
     assert "WRONG" not in lines[-1] and "WRONG" in describe_pushing(long | {"arrived": False})
 
 
@@ -52,12 +56,22 @@ def test_what_can_not_be_measured_is_refused(asked: PushingOptions, words: str) 
         measure_pushing(asked, [], print)
 
 
-def test_the_command_has_options_of_its_own(model: str, tmp_path: Path) -> None:
+def test_the_command_says_of_what_arrived_elsewhere(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused = CliRunner().invoke(bench_link, ["--chunk", "64"])
     assert refused.exit_code == 2 and "--chunk needs --while-prefill" in refused.output
+    run_prompt = pushing._run_prompt
+
+    async def mistake(bench: Any, loop: Any, number: int, pages: int) -> list[int]:
+        return (await run_prompt(bench, loop, number, pages))[::-1]
+
+    monkeypatch.setattr(pushing, "_run_prompt", mistake)
     file = tmp_path / "link.json"
-    done = engine(
-        *("bench", "link", "--while-prefill", "--model", model, "--pages", "1", "--chunk", "64", "--samples", "1"),
-        *("--quiet", "--output-json", str(file)),
-    )
-    assert done.returncode == 0 and file.exists(), done.stderr
+    # In this process: a further one costs as much as all else here.
+    asked = f"--while-prefill --model {model} --pages 2 --chunk 64 --samples 1 --output-json {file}"
+    done = CliRunner().invoke(bench_link, asked.split(), standalone_mode=False)
+    assert done.return_value == 1 and "WRONG: other bytes arrived" in done.stdout, done.output
+    record = json.loads(file.read_text())
+    assert record["kind"] == "while a prompt is computed" and record["settings"]["chunk"] == 64
+    assert [(run["pages"], run["arrived"]) for run in record["runs"]] == [(2, False)]

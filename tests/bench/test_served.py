@@ -127,6 +127,8 @@ def test_a_step_on_a_device_is_served_by_the_same_loop(monkeypatch: pytest.Monke
     found = served.measure(cases[0], 1000.0)
     assert found is not None and found["gap_us"] == found["median_us"] - 1000 and len(found["samples"]) == 3
     assert set(found["parts_us"]) == set(PARTS) and found["parts_us"]["submit"] > 0
+    # Parts are of one run, whose totals stand beside them.
+    assert sum(found["parts_us"].values()) <= sum(found["split"].values())
     assert "gap" in describe_served(found)
     assert served.measure(cases[1], 1000.0) is None, "there is no drafter"
     assert "idle between steps" in describe_served(found) and describe_run({"case": "a", "error": "b"}) == "a: b"

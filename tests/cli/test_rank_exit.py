@@ -22,6 +22,7 @@ async def test_a_rank_with_an_unusable_configuration_says_so_and_ends_with_statu
     given = {
         "rank": rank,
         "generation": 1,
+        "place": config.place_of(rank),
         "parent": os.getpid(),
         "socket": str(tmp_path / "rank.sock"),
         "log_format": "text",

@@ -98,7 +98,7 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("checksum_pushes = 1", ":1: checksum_pushes: 1 is neither true nor false"),
         ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
         ("device = 'cuda'\nfabric = 'tcp'", ":2: fabric: tcp carries host memory only"),
-        ("device = 'cuda'\n[draft]\ntokens = 2", ":3: draft.tokens: on device = \"cuda\" nothing is drafted; write 0"),
+        ("device = 'cuda'\n[draft]\ntokens = 2", ":3: draft.tokens: on device = \"cuda\" only a layer"),
         ("kv_dtype = 'fp8'", ":1: kv_dtype: 'fp8' is for device = \"cuda\""),
         ("load_format = 'dummy'", ":1: load_format: 'dummy' is for device = \"cuda\""),
         ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: a pool of 1 does not divide into groups of 2; give"),

@@ -62,6 +62,8 @@ def test_an_ended_connection_is_seen_between_two_exchanges() -> None:
         pairs[1][1].close()
         gone = mesh.find_gone()
         assert gone is not None and (gone.place, gone.overdue) == (2, False)
+        mesh.close()
+        assert mesh.find_gone() is None
     finally:
         mesh.close()
         pairs[0][1].close()
