@@ -119,7 +119,7 @@ def test_runs_of_a_record_have_the_split_once(config: ClusterConfig, bare: BareM
 
 
 def test_a_step_on_a_device_is_served_by_the_same_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_cuda, "STEPS", 3)
+    monkeypatch.setattr(served_cuda, "STEPS", 8)
     monkeypatch.setattr(served_cuda, "AHEAD", 2)
     cases = (parse_case("a=2*1@40"), parse_case("b=2*4@64:3"))
     asked = StepOptions(TINY, cases, records="bf16", served=True)
@@ -127,8 +127,9 @@ def test_a_step_on_a_device_is_served_by_the_same_loop(monkeypatch: pytest.Monke
     found = served.measure(cases[0], 1000.0)
     assert found is not None and found["gap_us"] == found["median_us"] - 1000 and len(found["samples"]) == 3
     assert set(found["parts_us"]) == set(PARTS) and found["parts_us"]["submit"] > 0
-    # Parts are of one run, whose totals stand beside them.
-    assert sum(found["parts_us"].values()) <= sum(found["split"].values())
+    # Parts are of one run, whose totals stand beside them. A launch that was under way when the first step of these
+    # was noted counts whole, so one of eight may be too much.
+    assert sum(found["parts_us"].values()) <= sum(found["split"].values()) * 9 / 8
     assert "gap" in describe_served(found)
     assert served.measure(cases[1], 1000.0) is None, "there is no drafter"
     assert "idle between steps" in describe_served(found) and describe_run({"case": "a", "error": "b"}) == "a: b"
