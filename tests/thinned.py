@@ -75,7 +75,7 @@ CASES = {
     "tests/nano/test_nano.py::test_a_run_in_miniature_lowers_the_loss_resumes_and_exports_a_loadable_checkpoint": 0,
     "tests/sim/test_seeds.py::test_a_crash_at_every_kth_step_of_turns_that_are_handed_back": 1,
     "tests/model/test_nano_rows.py::test_chunks_and_single_rows_of_any_size_give_the_bits_of_one_pass": 1,
-    "tests/model/test_gpu_group.py::test_a_silent_rank_is_accused_within_the_limit": 1,
+    "tests/model/test_gpu_group.py::test_a_silent_rank_is_accused_within_the_limit": 0,
     "tests/model/test_gpu_group.py::test_a_model_that_shares_entries_steps_in_a_group": 0,
     "tests/model/test_nano_drafts.py::test_its_texts_are_those_without_drafts_and_take_fewer_steps": 0,
     "tests/model/test_rejection_served.py::test_a_mistake_shows_in_the_pairs": 1,
@@ -85,6 +85,11 @@ CASES = {
     "tests/e2e/test_checksums.py::test_a_flipped_bit_is_named_before_it_becomes_a_token": 1,
     "tests/bench/test_served.py::test_a_rank_of_a_group_that_ends_is_named": 0,
     "tests/kernels/test_experts_fp8.py::test_the_compiler_keeps_registers_and_does_not_serialise": 1,
+    "tests/model/test_gpu_group.py::test_an_idle_rank_goes_along_and_all_park_at_the_same_step": 0,
+    "tests/model/test_gpu_group_drafts.py::test_texts_are_those_of_a_rank_alone_that_does_not_draft": 0,
+    "tests/model/test_peer_memory.py::test_an_owner_may_be_killed_while_its_peer_steps_or_puts": 0,
+    "tests/bench/test_served.py::test_ranks_of_a_group_serve_together": 0,
+    "tests/model/test_nano_rows.py::test_a_batch_of_mixed_lengths_gives_each_request_the_bits_it_gets_alone": 0,
 }
 
 

@@ -15,7 +15,7 @@ from transport.nixl_fabric import is_available
 
 needs_nixl = pytest.mark.skipif(not is_available(), reason="no nixl wheel is installed")
 FABRICS = [
-    pytest.param("nixl", 64, 128, 36, marks=needs_nixl),
+    pytest.param("nixl", 64, 128, 30, marks=needs_nixl),
     ("tcp", 64, 64, 32),
     ("memory", 32, 96, 32),
 ]
