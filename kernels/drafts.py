@@ -2,7 +2,8 @@
 
 Its rows from what the host says and what earlier steps have left, which drafts hold, what the layer that predicts ahead
 enters with, and where drafts and streams are kept. All of it is little and serial: a program has one sequence or row.
-None is launched early, so that whatever comes later finds rows and verdicts written.
+None is launched early, nor lets the next one be before it has ended. That is no promise to a kernel further on that
+reads positions before it waits: it relies on the launches between.
 """
 
 from __future__ import annotations
