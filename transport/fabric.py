@@ -91,6 +91,10 @@ class Fabric(Protocol):
         """
         ...
 
+    def expect_push(self) -> None:
+        """Says that a push is likely within a millisecond or two, which then starts earlier. It need not come."""
+        ...
+
     async def wait(self, transfer: Transfer) -> TransferReport:
         """Until the bytes are in the peer's memory. Cancelling stops the waiting, not the transfer; wait again is fine.
 

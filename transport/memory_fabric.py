@@ -259,6 +259,9 @@ class MemoryFabric:
         self._nursery.start_soon(self._carry, transfer, fate, arrival)
         return transfer
 
+    def expect_push(self) -> None:
+        """Nothing: there is no thread to wake."""
+
     async def wait(self, transfer: Transfer) -> TransferReport:
         assert isinstance(transfer, MemoryTransfer)
         await transfer.done.wait()

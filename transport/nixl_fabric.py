@@ -208,6 +208,10 @@ class NixlFabric:
         self._num_transfers += 1
         return transfer
 
+    def expect_push(self) -> None:
+        """See `transport.fabric.Fabric`: the owner thread wakes now, beside whoever is about to push."""
+        self._thread.alert()
+
     async def wait(self, transfer: Transfer) -> TransferReport:
         assert isinstance(transfer, NixlTransfer)
         await transfer.done.wait()

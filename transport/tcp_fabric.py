@@ -160,6 +160,9 @@ class TcpFabric:
         transfer.post_us = round((time.perf_counter() - begun) * 1e6)
         return transfer
 
+    def expect_push(self) -> None:
+        """Nothing: the loop itself sends."""
+
     async def wait(self, transfer: Transfer) -> TransferReport:
         assert isinstance(transfer, TcpTransfer)
         await transfer.done.wait()

@@ -239,7 +239,20 @@ async def _run_side(
             nursery.start_soon(run_lag, meters)
         nursery.start_soon(inbox.run_alarm)
         garbage = Garbage(is_own=ports.process.is_own)
-        loop = StepLoop(side, device, head, inbox, links, send_push, send_reading, meters, garbage, ports.audit, group)
+        loop = StepLoop(
+            side,
+            device,
+            head,
+            inbox,
+            links,
+            send_push,
+            send_reading,
+            meters,
+            garbage,
+            ports.audit,
+            group,
+            expect_push=fabric.expect_push,
+        )
         nursery.start_soon(loop.run_waiter)
         await loop.run()
         nursery.cancel_scope.cancel()

@@ -151,10 +151,16 @@ class StepLoop:
         garbage: Garbage,
         audit: Callable[[Audited], None] | None,
         group: Lockstep | None = None,
+        expect_push: Callable[[], None] | None = None,
     ) -> None:
+        """All are borrowed.
+
+        Args:
+            expect_push: of the fabric; called first when a step has ended that read a part of a prompt.
+        """
         self._side, self._device, self._head, self._inbox, self._links = side, device, head, inbox, links
         self._pushes, self._readings, self._meters, self._garbage = pushes, readings, meters, garbage
-        self._audit, self._group = audit, group
+        self._audit, self._group, self._expect_push = audit, group, expect_push
         self._tickets = Tickets()
         self._submitted_us: collections.deque[int] = collections.deque()
         self._is_over = False
@@ -192,6 +198,8 @@ class StepLoop:
                 self._inbox.put(DeviceFailed(error))
                 return
             ticket = None
+            if result.chunk_tokens and self._expect_push is not None:
+                self._expect_push()
             self._inbox.add(StepDone(result))
             self._turn()
             if self._is_over or not self._submitted_us:

@@ -204,7 +204,18 @@ async def open_loop(
                 nursery.start_soon(_run_push, pushes, fabric, links, inbox, device, config)
             garbage = Garbage(is_own=False)
             loop = StepLoop(
-                side, device, head, inbox, links, send_push, send_reading, meters, garbage, audit=None, group=group
+                side,
+                device,
+                head,
+                inbox,
+                links,
+                send_push,
+                send_reading,
+                meters,
+                garbage,
+                audit=None,
+                group=group,
+                expect_push=None if fabric is None else fabric.expect_push,
             )
             for task in (head.run_writer, peer.run_writer, inbox.run_alarm, loop.run_waiter, loop.run):
                 nursery.start_soon(task)

@@ -92,6 +92,9 @@ class KeepingFabric:
             kept.started.set()
         await self._inner.forget(target)
 
+    def expect_push(self) -> None:
+        self._inner.expect_push()
+
     async def sever(self, description: bytes) -> None:
         await self._inner.sever(description)
 

@@ -165,6 +165,15 @@ async def check_arrived(pair: Pair, local: list[int], remote: list[int]) -> None
     assert await pair.peer.do("untouched", remote)
 
 
+async def test_a_push_that_was_expected_ends_as_any_other(pair: Pair) -> None:
+    for number in range(3):
+        pair.fabric.expect_push()
+        if number:  # at the owner thread's rest, at its nap, and right before a push
+            await trio.sleep(0.004 * (number - 1))
+        await pair.fabric.wait(pair.fabric.push(pair.target, [number], [number]))
+    pair.fabric.expect_push()  # and one that does not come
+
+
 async def test_bytes_arrive_where_they_were_sent_and_nowhere_else(pair: Pair) -> None:
     assert await push(pair, [3], [5]) == PAGE_BYTES
     await check_arrived(pair, [3], [5])
