@@ -34,7 +34,7 @@ LATE = dataclasses.replace(choice.DEFAULT, overlaps=False)
 
 @triton.jit(do_not_specialize=["capacity", "room"])
 def _rank_blocks_kernel(
-    scores,  # float32[rows, capacity]
+    scores,  # float32[rows, ...], rows `capacity` apart: SIZE for each block, or the best one: EACH
     positions,  # int32[rows]
     ranked,  # float32[rows, room], written up to the end of a program's blocks
     ends,  # int32[rows], written: blocks of a row, less one
@@ -42,6 +42,7 @@ def _rank_blocks_kernel(
     room,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
+    EACH: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -55,9 +56,9 @@ def _rank_blocks_kernel(
         tl.store(ends + row, blocks - 1)
     if (blocks > COUNT) & (first < blocks):
         block = first + tl.arange(0, BLOCK)
-        within = tl.arange(0, triton.next_power_of_2(SIZE))
-        entry = block[:, None] * SIZE + within[None, :]
-        mask = (within < SIZE)[None, :] & (entry < visible)
+        within = tl.arange(0, triton.next_power_of_2(EACH))
+        entry = block[:, None] * EACH + within[None, :]
+        mask = (within < EACH)[None, :] & (entry * (SIZE // EACH) < visible)
         best = tl.max(tl.load(scores + row * capacity + entry, mask=mask, other=float("-inf")), 1)
         best = tl.where(block == blocks - 1, float("inf"), best)
         tl.store(ranked + row * room + block, best, mask=block < room)
@@ -172,19 +173,21 @@ def select_and_rank(
     """
     if size * count < top_k:
         raise ValueError(f"{count} blocks of {size} entries hold fewer than the {top_k} that are selected")
-    scores = indexer.score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
+    scores, maxima = indexer.score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
     total, capacity = scores.shape
     # Read in rows of 32.
     room = triton.cdiv(triton.cdiv(capacity, size), RANKED) * RANKED
     ranked = torch.empty((total, room), dtype=torch.float32, device=scores.device)
     ends = torch.empty_like(rows.positions)
     if total:
+        best = maxima if size == choice.EACH and maxima is not None else scores
         _rank_blocks_kernel[(total, room // RANKED)](
-            scores, rows.positions, ranked, ends, capacity, room, RATIO=ratio, SIZE=size, COUNT=count, BLOCK=RANKED,
-            EARLY=not INTERPRETED, **launch_options(not INTERPRETED),
+            best, rows.positions, ranked, ends, best.stride(0), room, RATIO=ratio, SIZE=size,
+            EACH=size if best is scores else 1, COUNT=count, BLOCK=RANKED, EARLY=not INTERPRETED,
+            **launch_options(not INTERPRETED),
         )  # fmt: skip
     blocks = choice.choose_entries(ranked, 1, count, dataclasses.replace(rows, positions=ends), config=LATE)
-    return choice.choose_entries(scores, ratio, top_k, rows), blocks
+    return choice.choose_entries(scores, ratio, top_k, rows, maxima), blocks
 
 
 def select_among(

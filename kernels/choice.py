@@ -21,6 +21,8 @@ from kernels.forms import StepRows
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which knows no dependent launches."""
+EACH = 8
+"""Neighbours whose largest score is one of the maxima."""
 LEAST = tl.constexpr(0x00800000)
 """Of the integers that stand for scores, the least finite one's."""
 
@@ -32,11 +34,13 @@ class ChoiceConfig:
     Attributes:
         segment: scores of a program, a power of two.
         warps: of a program.
+        maxima_warps: of one that goes by maxima.
         overlaps: the kernels are launched while those before them drain (programmatic dependent launch).
     """
 
     segment: int = 32768
     warps: int = 16
+    maxima_warps: int = 8
     overlaps: bool = not INTERPRETED
 
 
@@ -46,18 +50,21 @@ DEFAULT = ChoiceConfig()
 @triton.jit
 def _choose_entries_kernel(
     scores,  # float32[rows, capacity]
+    maxima,  # float32[rows, ...], the largest of each EACH scores, rows `maxima_stride` apart; or the scores
     positions,  # int32[rows]
     chosen,  # int32[rows, TOP_K], written: by the first segment's program where it is the only one that a row needs
     choices,  # int32[rows, segments, TOP_K], written by all programs of a row that needs several
     words,  # int32[rows, segments, SEGMENT / 32], scratch
     candidates,  # int32[rows, segments, CANDIDATES], scratch
     capacity,
+    maxima_stride,
     RATIO: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_PADDED: tl.constexpr,
     SEGMENT: tl.constexpr,
     GROUPS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    EACH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -72,14 +79,17 @@ def _choose_entries_kernel(
         if first == 0:
             tl.store(chosen + row * TOP_K + place, tl.where(place < visible, place, -1), mask=place < TOP_K)
         return
-    if first >= visible:
+    if first * EACH >= visible:
         return
     target = chosen + row * TOP_K
-    if visible > SEGMENT:
+    if visible > SEGMENT * EACH:
         target = choices + program * TOP_K
     # Of scores that are no numbers none is chosen.
     tl.store(target + place, -1, mask=place < TOP_K)
-    here = tl.cdiv(tl.minimum(visible - first, SEGMENT), 32) * 32
+    ROUND: tl.constexpr = 32 if EACH == 1 else 8
+    here = tl.cdiv(tl.minimum(tl.cdiv(visible, EACH) - first, SEGMENT), ROUND) * ROUND
+    maxima += row * maxima_stride + first
+    first *= EACH
     scores += row * capacity + first
     candidates += program * CANDIDATES
     words += program * (SEGMENT // 32)
@@ -88,26 +98,26 @@ def _choose_entries_kernel(
     tops = tl.full((GROUPS // 2, 32), float("-inf"), tl.float32)
     start = 0
     while start < here:
-        tops = tl.maximum(tops, _tile(scores, start + lane, here))
+        tops = tl.maximum(tops, _tile(maxima, start + lane, here))
         start += GROUPS * 16
     # A group is what a thread has of four rows: four neighbours in each, so that neighbours with high scores, of which
     # there mostly are some, can lie behind one maximum in fours only; and a short segment has as many groups.
     tops = tl.max(tl.max(tl.reshape(tops, (4, GROUPS // 8, 8, 4)), 3), 0)
-    maxima = tl.reshape(_ordered(tops), (GROUPS,))
-    bound = _bound(maxima, tl.min(maxima, 0), TOP_K, tl.where(here > 8 * TOP_K, TOP_K // 8, 0))
+    tops = tl.reshape(_ordered(tops), (GROUPS,))
+    bound = _bound(tops, tl.min(tops, 0), TOP_K, tl.where(here > 8 * TOP_K, TOP_K // 8, 0))
     lowest = _score_of(bound)
     # What is not below it: bits first, of which a thread numbers a word's, and then a list.
     marks = tl.full((1, 32), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :]
     start = 0
     while start < here:
-        word = tl.sum(tl.where(_tile(scores, start + lane, here) >= lowest, marks, 0), 1)
+        word = tl.sum(tl.where(_tile(maxima, start + lane, here) >= lowest, marks, 0), 1)
         at = start // 32 + tl.arange(0, GROUPS // 2)
-        tl.store(words + at, word.to(tl.int32, bitcast=True), mask=at < here // 32)
+        tl.store(words + at, word.to(tl.int32, bitcast=True), mask=at < tl.cdiv(here, 32))
         start += GROUPS * 16
     # What one thread has stored another one loads.
     tl.debug_barrier()
     at = tl.arange(0, SEGMENT // 32)
-    word = tl.load(words + at, mask=at < here // 32, other=0).to(tl.uint32, bitcast=True)
+    word = tl.load(words + at, mask=at < tl.cdiv(here, 32), other=0).to(tl.uint32, bitcast=True)
     count = _ones(word)
     place = tl.cumsum(count, 0) - count
     found = tl.sum(count, 0)
@@ -125,10 +135,11 @@ def _choose_entries_kernel(
         tl.debug_barrier()
         low = tl.where(found >= TOP_K, bound, 0)
         if found <= GROUPS:
-            _store_best_of(candidates, found, scores, low, first, target, TOP_K, GROUPS)
+            _store_best_of(candidates, found, scores, low, first, target, TOP_K, GROUPS, EACH)
         else:
-            _store_best_of(candidates, found, scores, low, first, target, TOP_K, CANDIDATES)
+            _store_best_of(candidates, found, scores, low, first, target, TOP_K, CANDIDATES, EACH)
     else:
+        here = tl.cdiv(tl.minimum(visible - first, SEGMENT * EACH), 32) * 32
         above = _count_of_all(scores, lane, here, bound + 1, GROUPS)
         if above >= TOP_K:
             # Scores that hide behind few of the maxima: bisection over all.
@@ -150,10 +161,12 @@ def _choose_entries_kernel(
 
 
 @triton.jit
-def _store_best_of(candidates, found, scores, low, first, target, TOP_K: tl.constexpr, ROOM: tl.constexpr):
-    at = tl.arange(0, ROOM // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    entry = tl.load(candidates + at, mask=at < found, other=0)
-    score = tl.load(scores + entry, mask=at < found, other=float("-inf"))
+def _store_best_of(
+    candidates, found, scores, low, first, target, TOP_K: tl.constexpr, ROOM: tl.constexpr, EACH: tl.constexpr
+):
+    at = tl.arange(0, ROOM * EACH // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    entry = tl.load(candidates + at // EACH, mask=at // EACH < found, other=0) * EACH + at % EACH
+    score = tl.load(scores + entry, mask=at // EACH < found, other=float("-inf"))
     _store_best(_ordered(score), low, first + entry, target, TOP_K)
 
 
@@ -284,7 +297,15 @@ def _store_tile(keys, bound, entry, target, over, equal, wanted):
     return over + (count & 0xFFFF), equal + (count >> 16)
 
 
-def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, config: ChoiceConfig = DEFAULT) -> Tensor:
+def choose_entries(
+    scores: Tensor,
+    ratio: int,
+    top_k: int,
+    rows: StepRows,
+    maxima: Tensor | None = None,
+    *,
+    config: ChoiceConfig = DEFAULT,
+) -> Tensor:
     """The `top_k` best scores of each row among the entries that it sees; of equal ones the lowest entries.
 
     Args:
@@ -293,6 +314,8 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
         ratio: tokens of an entry.
         top_k: places.
         rows: the step.
+        maxima: float32[R, capacity / EACH and more], rows a multiple of 16 apart: the largest of each EACH scores, as
+            far as what a row sees and to the next multiple of 8. With them few of the scores are read.
         config: how the kernels are cut.
 
     Returns:
@@ -301,29 +324,38 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
     total, capacity = scores.shape
     # Twice as many groups as places: where scores lie at random, the bound leaves 1.4 times `top_k` candidates.
     groups = max(32, triton.next_power_of_2(2 * top_k))
-    segment = max(groups, min(config.segment, triton.next_power_of_2(capacity)))
-    segments = triton.cdiv(capacity, segment)
+    if capacity <= config.segment:
+        # The maxima leave more candidates, which costs more than so few scores.
+        maxima = None
+    each = 1 if maxima is None else EACH
+    warps = config.warps if maxima is None else config.maxima_warps
+    places = triton.cdiv(capacity, each)
+    segment = max(groups, min(config.segment, triton.next_power_of_2(places)))
+    segments = triton.cdiv(places, segment)
     # Neighbours with high scores can lie behind one maximum in fours.
-    room = 4 * groups
+    room = 4 * groups if maxima is None else 2 * groups
     pdl = {"launch_pdl": True} if config.overlaps else {}
     chosen = torch.empty((total, top_k), dtype=torch.int32, device=scores.device)
     choices = chosen.new_empty((total, segments, top_k)) if segments > 1 else chosen
     _choose_entries_kernel[(total, segments)](
         scores,
+        scores if maxima is None else maxima,
         rows.positions,
         chosen,
         choices,
         chosen.new_empty((total, segments, segment // 32)),
         chosen.new_empty((total, segments, room)),
         capacity,
+        capacity if maxima is None else maxima.stride(0),
         RATIO=ratio,
         TOP_K=top_k,
         TOP_K_PADDED=triton.next_power_of_2(top_k),
         SEGMENT=segment,
         GROUPS=groups,
         CANDIDATES=room,
+        EACH=each,
         OVERLAPS=config.overlaps,
-        num_warps=config.warps,
+        num_warps=warps,
         **pdl,
     )
     if segments > 1:
@@ -338,10 +370,10 @@ def choose_entries(scores: Tensor, ratio: int, top_k: int, rows: StepRows, *, co
             RATIO=ratio,
             TOP_K=top_k,
             TOP_K_PADDED=triton.next_power_of_2(top_k),
-            SEGMENT=segment,
+            SEGMENT=segment * each,
             PLACES=places,
             OVERLAPS=config.overlaps,
-            num_warps=config.warps,
+            num_warps=warps,
             **pdl,
         )
     return chosen

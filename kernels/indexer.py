@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels import choice
+from kernels import choice, indexer_fp8
 from kernels.forms import Plane, StepRows
 from kernels.rows import DEFAULT as ROWS
 from kernels.rows import head_arguments, prepare_heads
@@ -37,6 +37,8 @@ class IndexerConfig:
         warps, stages: of a program.
         shifts: e4m3 becomes bf16 by moving bits instead of by conversion.
         overlaps: the score kernel is launched while the one before it drains (programmatic dependent launch).
+        unit: e4m3 keys go to Hopper's fp8 matrix unit as they are, where `indexer_fp8.fits` says so, and of all above
+            only `overlaps` counts; None for never.
         choice: of the kernels that choose.
     """
 
@@ -48,6 +50,7 @@ class IndexerConfig:
     stages: int = 4
     shifts: bool = True
     overlaps: bool = not INTERPRETED
+    unit: indexer_fp8.Config | None = indexer_fp8.DEFAULT
     choice: choice.ChoiceConfig = choice.DEFAULT
 
 
@@ -358,8 +361,8 @@ def select_entries(
     Returns:
         int32[R, top_k], ascending; -1 in the places that stay empty, which come last.
     """
-    scores = score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale, config=config)
-    return choice.choose_entries(scores, ratio, top_k, rows, config=config.choice)
+    scores, maxima = score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale, config=config)
+    return choice.choose_entries(scores, ratio, top_k, rows, maxima, config=config.choice)
 
 
 def prepare_and_select(
@@ -379,10 +382,10 @@ def prepare_and_select(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.prepare_and_select`: the attention's heads are prepared beside the scoring."""
     prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    scores = score_entries(
+    scores, maxima = score_entries(
         index_query, share, turns, ratio, top_k, rows, arena, keys, share_scale, (query, eps, prepared), config=config
     )
-    return prepared, choice.choose_entries(scores, ratio, top_k, rows, config=config.choice)
+    return prepared, choice.choose_entries(scores, ratio, top_k, rows, maxima, config=config.choice)
 
 
 def score_entries(
@@ -398,12 +401,17 @@ def score_entries(
     attention: tuple[Tensor, float | None, Tensor] | None = None,
     *,
     config: IndexerConfig = DEFAULT,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """float32[R, entries of a table and a few more]: the index scores of what a row sees, and minus infinity to the end
-    of the block; nothing for sequences that see no more than `top_k`.
+    of the block; nothing for sequences that see no more than `top_k`. And perhaps the maxima that `choice` likes.
 
     With `attention` - A[R, heads, width], the eps of their norm, and where they go - `prepare_queries` beside it.
     """
+    if config.unit is not None and indexer_fp8.fits(query, rows.span, keys, arena, attention):
+        return indexer_fp8.score_keys(
+            query, share, turns, ratio, top_k, rows, arena, keys, share_scale, attention,
+            config=config.unit, early=config.overlaps,
+        )  # fmt: skip
     total, heads, width = query.shape
     sequences, pages = rows.tables.shape
     # To the end of a block at least.
@@ -468,4 +476,4 @@ def score_entries(
         **({"launch_pdl": True} if config.overlaps else {}),
         maxnreg=config.registers if rows.span == 1 and not wide else None,
     )
-    return scores
+    return scores, None

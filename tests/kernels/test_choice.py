@@ -48,7 +48,22 @@ def test_choice(shape: str, visible: int, top_k: int, device: torch.device) -> N
     choose(shape, visible, top_k, configs, device)
 
 
-def choose(shape: str, visible: int, top_k: int, configs: list[choice.ChoiceConfig], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("shape", "visible", "top_k"),
+    [("random", 1501, 6), ("random", 90, 60), ("ties", 2500, 40), ("rising", 1200, 50), ("broken", 400, 12)],
+)
+def test_choice_by_maxima(shape: str, visible: int, top_k: int, device: torch.device) -> None:
+    choose(shape, visible, top_k, [choice.ChoiceConfig(segment=64, maxima_warps=4, warps=4)], device, True)
+
+
+def choose(
+    shape: str,
+    visible: int,
+    top_k: int,
+    configs: list[choice.ChoiceConfig],
+    device: torch.device,
+    by_maxima: bool = False,
+) -> None:
     """Checks the choice against that of a stable sort."""
     scores = shaped(shape, visible)
     # To the next multiple of 32 minus infinity; then what another step may have left there.
@@ -64,8 +79,15 @@ def choose(shape: str, visible: int, top_k: int, configs: list[choice.ChoiceConf
     order = torch.sort(torch.where(scores.isnan(), -torch.inf, scores), descending=True, stable=True).indices
     order = order[: min(top_k, int((~scores.isnan()).sum()))].sort().values
     expected = order.tolist() + [-1] * (top_k - len(order))
+    maxima = None
+    if by_maxima:
+        best = row.nan_to_num(-torch.inf, torch.inf, -torch.inf).view(-1, 8).amax(1)
+        # To the next multiple of 8 of them.
+        maxima = torch.full((1, -(-len(best) // 16) * 16), 1e9, device=device)
+        maxima[0, : -(-visible // 64) * 8] = -torch.inf
+        maxima[0, : -(-visible // 8)] = best[: -(-visible // 8)]
     for config in configs:
-        chosen = choice.choose_entries(row.unsqueeze(0).to(device), 1, top_k, rows, config=config)
+        chosen = choice.choose_entries(row.unsqueeze(0).to(device), 1, top_k, rows, maxima, config=config)
         assert chosen[0].tolist() == expected
 
 
@@ -75,3 +97,4 @@ def choose(shape: str, visible: int, top_k: int, configs: list[choice.ChoiceConf
 @pytest.mark.parametrize("config", [choice.DEFAULT, choice.ChoiceConfig(segment=8192, warps=8)])
 def test_real_sizes(shape: str, visible: int, config: choice.ChoiceConfig, device: torch.device) -> None:
     choose(shape, visible, 512, [config], device)
+    choose(shape, visible, 512, [config], device, by_maxima=True)

@@ -208,25 +208,27 @@ def test_real_sizes(config: indexer.IndexerConfig, device: torch.device) -> None
     assert torch.equal(select(inputs, 4, 512, config), truth(inputs, 4, 512))
 
 
-def draw_large(positions: list[list[int]], device: torch.device) -> Inputs:
+def draw_large(
+    positions: list[list[int]], device: torch.device, *, heads: int = 64, page: int = 64, ratio: int = 4
+) -> Inputs:
     """As `draw`, with all records of a page written at once."""
     generator = torch.Generator(device).manual_seed(5)
-    keys = plane(128, "fp8", 64)
+    keys = plane(128, "fp8", page)
     sequences, span = len(positions), len(positions[0])
-    pages = -(-(max(map(max, positions)) + 1) // 256)
+    pages = -(-(max(map(max, positions)) + 1) // (page * ratio))
     tables = torch.randperm(sequences * pages, generator=generator, device=device).int().view(sequences, pages)
     arena = torch.full((sequences * pages * keys.stride,), 0xFF, dtype=torch.uint8, device=device)
     blocks = arena.view(-1, keys.stride)
-    values = torch.randint(-2, 3, (len(blocks), 64 * 128), generator=generator, device=device).float()
-    blocks[:, keys.data : keys.data + 64 * 128] = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.ldexp(torch.ones_like(values[:, :64]), torch.arange(64, device=device) % 4)
-    blocks[:, keys.scale : keys.scale + 256] = scales.view(torch.uint8)
+    values = torch.randint(-2, 3, (len(blocks), page * 128), generator=generator, device=device).float()
+    blocks[:, keys.data : keys.data + page * 128] = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.ldexp(torch.ones_like(values[:, :page]), torch.arange(page, device=device) % 4)
+    blocks[:, keys.scale : keys.scale + page * 4] = scales.view(torch.uint8)
     rows = StepRows(
         positions=torch.tensor(list(itertools.chain(*positions)), dtype=torch.int32, device=device),
         slabs=torch.arange(sequences, dtype=torch.int32, device=device),
         tables=tables,
         span=span,
     )
-    query = torch.randint(-1, 2, (sequences * span, 64, 128), generator=generator, device=device).bfloat16()
-    share = torch.randint(-2, 3, (sequences * span, 64), generator=generator, device=device).float() / 4
+    query = torch.randint(-1, 2, (sequences * span, heads, 128), generator=generator, device=device).bfloat16()
+    share = torch.randint(-2, 3, (sequences * span, heads), generator=generator, device=device).float() / 4
     return Inputs(query, share, quarter_turns(positions, 64, device), rows, arena, keys)
