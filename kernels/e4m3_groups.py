@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 UNPACK_ASM = """{
 .reg .b32 a, b, c;
@@ -122,3 +122,38 @@ def powers(words, UPPER: gl.constexpr, MMA: gl.constexpr):
     a = gl.convert_layout(a, row, assert_trivial=True)
     b = gl.convert_layout(b, row, assert_trivial=True)
     return a[:, None], b[:, None]
+
+
+@gluon.jit
+def add_in_turn(acc, words, rows, stage, low, high, split_at, TILE: gl.constexpr, ROWS: gl.constexpr, UP: gl.constexpr):
+    """acc and a stage's products, each group's on their way while those of the one before are multiplied by its scale.
+
+    words: the stage's. rows: x of all stages. low, high: scales, as `halves` gives them. split_at: scales of x, of
+    which there is one for all columns in the up projection, whose caller multiplies by it.
+    """
+    MMA: gl.constexpr = acc.type.layout
+    WORDS: gl.constexpr = word_layout(ROWS, gl.num_warps())
+    a0, a1 = operands(words, 0, WORDS, MMA)
+    p0 = start_sum(a0, rows.index(stage * 8), MMA, TILE)
+    for two in gl.static_range(4):
+        p1 = start_sum(a1, rows.index(stage * 8 + two * 2 + 1), MMA, TILE)
+        f0, f1 = powers(gl.reshape(low if two < 2 else high, [ROWS]), two % 2 == 1, MMA)
+        if two < 3:
+            b0, b1 = operands(words, two + 1, WORDS, MMA)
+        p0 = warpgroup_mma_wait(1, deps=[p0])
+        if UP:
+            acc = p0 * f0 + acc
+        else:
+            part = p0 * f0
+        if two < 3:
+            p0 = start_sum(b0, rows.index(stage * 8 + two * 2 + 2), MMA, TILE)
+            p1 = warpgroup_mma_wait(1, deps=[p1])
+        else:
+            p1 = warpgroup_mma_wait(0, deps=[p1])
+        if UP:
+            acc = p1 * f1 + acc
+        else:
+            acc = (p1 * f1 + part) * gl.load(split_at + two * TILE)[None, :] + acc
+        if two < 3:
+            a0, a1 = b0, b1
+    return acc

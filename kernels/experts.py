@@ -311,7 +311,7 @@ def mix_experts(
     config: Config | None = None,
 ) -> Tensor:
     """See `kernels.reference.mix_experts`, and `multiply_pairs`."""
-    config = config or choose_config(len(x))
+    config = config or choose_config(len(x), ids.numel() / len(expert_to_slot))
     sums = multiply_pairs(x, ids, weights, expert_to_slot, slots, clamp, base, config=config)
     hidden, early = x.shape[1], config.early and not INTERPRETED
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if base is None else torch.empty_like(base)
@@ -323,9 +323,12 @@ def mix_experts(
     return out
 
 
-def choose_config(rows: int) -> Config:
-    """The default. At few rows launches are a quarter of the time; at many their overlap gains nothing (measured)."""
-    return Config(early=rows <= 8 and not INTERPRETED, fp8=experts_fp8.choose_config(rows))
+def choose_config(rows: int, each: float = 0.0) -> Config:
+    """The default, where there are so many pairs to an expert.
+
+    At few rows launches are a quarter of the time; at many their overlap gains nothing (measured).
+    """
+    return Config(early=rows <= 8 and not INTERPRETED, fp8=experts_fp8.choose_config(rows, each))
 
 
 def multiply_pairs(
@@ -350,7 +353,7 @@ def multiply_pairs(
     rows, hidden = x.shape
     places, experts = ids.shape[1], expert_to_slot.shape[0]
     width = slots.up.shape[1] // 2
-    config = config or choose_config(rows)
+    config = config or choose_config(rows, rows * places / experts)
     if config.fp8 is not None and experts_fp8.fits(x, slots):
         pairs = experts_fp8.multiply(
             x, ids, weights, expert_to_slot, slots, clamp, config.fp8, early=config.early and not INTERPRETED

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.experts_pairs import group_many
 from kernels.experts_products import multiply_tiles_kernel
 from kernels.experts_tiles import group_tiles_kernel
 from kernels.forms import SlotWeights
@@ -34,13 +35,19 @@ BLOCK = 64
 MOST_PAIRS_KNOWN = 64
 """Pairs of a step up to which each program of the products finds the tiles itself, where kernels are launched early."""
 
+MOST_PAIRS_COUNTED = 2048
+"""Pairs up to which each program of the grouping counts all of them for itself, in one launch."""
+
+MANY_PAIRS_EACH = 40
+"""Pairs of an expert from which on one large tile is faster than several, each of which unpacks the weights anew."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Sizes; a row's bits depend on none of them.
 
     Attributes:
-        tile: pairs of one expert that a program multiplies: 8 or 16.
+        tile: pairs of one expert that a program multiplies: 8, 16, 32 or 64.
         rows: weight rows of a program, which read x from L2 once: 128 or 256. Of the up projection one half is gates
             and the other their partners.
         stages: of weights and x in shared memory, of which all but one are on their way.
@@ -73,8 +80,13 @@ def fits(x: Tensor, slots: SlotWeights) -> bool:
     )
 
 
-def choose_config(rows: int) -> Config:
-    """By rows of a step, as measured. Few: programs that end soon. Many: few instructions. More: larger tiles."""
+def choose_config(rows: int, each: float = 0.0) -> Config:
+    """By rows of a step, and its pairs by experts, as measured.
+
+    Few rows: programs that end soon. Many: few instructions. More: larger tiles.
+    """
+    if each >= MANY_PAIRS_EACH:
+        return Config(tile=64, warps=8, stages=3, programs=1)
     if rows <= 8:
         return Config(warps=8, stages=4, programs=2)
     return Config() if rows <= 256 else Config(tile=16, stages=3, programs=3)
@@ -142,15 +154,20 @@ def multiply(
     programs = min(most * (width // half), _multiprocessors(device) * config.programs)
     knows = early and rows <= tile and count <= MOST_PAIRS_KNOWN
     own_items = min(programs, _multiprocessors(device)) if knows else 0
-    grouping = choose_grouping(rows, hidden)
-    group_tiles_kernel[(experts + triton.cdiv(rows, grouping.rows) * hidden // grouping.part,)](
-        x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, own_items, count, experts, x.stride(0),
-        HIDDEN=hidden, PART=grouping.part, EACH=grouping.rows, PLACES=places, TILE=tile,
-        MAX_HIDDEN=triton.next_power_of_2(hidden), MAX_PLACES=triton.next_power_of_2(places * grouping.rows),
-        MAX_PAIRS=max(triton.next_power_of_2(count), 32 * grouping.warps),
-        MAX_EXPERTS=triton.next_power_of_2(experts), MAX_TILES=triton.next_power_of_2(triton.cdiv(rows, tile)),
-        EARLY=early, launch_pdl=early, num_warps=grouping.warps, maxnreg=grouping.registers,
-    )  # fmt: skip
+    if count > MOST_PAIRS_COUNTED:
+        group_many(
+            x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, own_items, tile=tile, early=early
+        )
+    else:
+        grouping = choose_grouping(rows, hidden)
+        group_tiles_kernel[(experts + triton.cdiv(rows, grouping.rows) * hidden // grouping.part,)](
+            x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, own_items, count, experts, x.stride(0),
+            HIDDEN=hidden, PART=grouping.part, EACH=grouping.rows, PLACES=places, TILE=tile,
+            MAX_HIDDEN=triton.next_power_of_2(hidden), MAX_PLACES=triton.next_power_of_2(places * grouping.rows),
+            MAX_PAIRS=max(triton.next_power_of_2(count), 32 * grouping.warps),
+            MAX_EXPERTS=triton.next_power_of_2(experts), MAX_TILES=triton.next_power_of_2(triton.cdiv(rows, tile)),
+            EARLY=early, launch_pdl=early, num_warps=grouping.warps, maxnreg=grouping.registers,
+        )  # fmt: skip
     split_layout, word_layout = gl.NVMMASharedLayout(64, 8, 3), gl.NVMMASharedLayout(128, 8, 4)
     box = [1, 2, half, STAGE // 2]
     multiply_tiles_kernel[(programs,)](
@@ -160,7 +177,7 @@ def multiply(
         TensorDescriptor.from_tensor(inner, [8, tile, 64], split_layout), inner, slots.down_scale.view(torch.int32),
         inner_scale, weights, ids, expert_to_slot, pairs, tiles, progress, partial, slots.up_scale.stride(0) // 4,
         slots.down.stride(0), slots.down_scale.stride(0) // 4, clamp, count if knows else 0, own_items, HIDDEN=hidden,
-        WIDTH=width, TILE=tile, ROWS=config.rows, STAGES=config.stages, MAX_PAIRS=MOST_PAIRS_KNOWN, HEAD=knows,
-        EARLY=early, launch_pdl=early, num_warps=config.warps, maxnreg=config.registers,
+        WIDTH=width, TILE=tile, ROWS=config.rows, STAGES=config.stages, CHAIN=tile == 64, MAX_PAIRS=MOST_PAIRS_KNOWN,
+        HEAD=knows, EARLY=early, launch_pdl=early, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return partial

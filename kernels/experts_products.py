@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from kernels.e4m3_groups import halves, operands, powers, scale_layout, start_sum, word_layout
+from kernels.e4m3_groups import add_in_turn, halves, operands, powers, scale_layout, start_sum, word_layout
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _multiply_items(
     item, stage, phase, start, count, next_one, bars, words4, rows3, data, data_bytes, data_stride, split, scale,
     scale_stride, split_scale, weights, pairs, tiles, ready, out, out_scale, clamp, head_slot,
     COLUMNS: gl.constexpr, OUT: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    UP: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
+    CHAIN: gl.constexpr, UP: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Takes items as long as they are of this projection: number start and on are blocks of ROWS weight rows of tiles.
 
@@ -160,19 +160,22 @@ def _multiply_items(
             exponents = gl.load(scales + gl.minimum(k + 1, K_TILES - 1) * 2)
             mbarrier.wait(bars.index(stage), phase)
             stage_words = words.index(stage)
-            a0, a1 = operands(stage_words, 0, WORDS, MMA)
-            for two in gl.static_range(4):
-                p0 = start_sum(a0, rows.index(stage * 8 + two * 2), MMA, TILE)
-                p1 = start_sum(a1, rows.index(stage * 8 + two * 2 + 1), MMA, TILE)
-                f0, f1 = powers(gl.reshape(low if two < 2 else high, [ROWS]), two % 2 == 1, MMA)
-                if two < 3:
-                    # The next ones are unpacked while the matrix unit works.
-                    a0, a1 = operands(stage_words, two + 1, WORDS, MMA)
-                p0, p1 = warpgroup_mma_wait(0, deps=[p0, p1])
-                if UP:
-                    acc = p1 * f1 + (p0 * f0 + acc)
-                else:
-                    acc = (p1 * f1 + p0 * f0) * gl.load(split_at + (k * 4 + two) * TILE)[None, :] + acc
+            if CHAIN:
+                acc = add_in_turn(acc, stage_words, rows, stage, low, high, split_at + k * 4 * TILE, TILE, ROWS, UP)
+            else:
+                a0, a1 = operands(stage_words, 0, WORDS, MMA)
+                for two in gl.static_range(4):
+                    p0 = start_sum(a0, rows.index(stage * 8 + two * 2), MMA, TILE)
+                    p1 = start_sum(a1, rows.index(stage * 8 + two * 2 + 1), MMA, TILE)
+                    f0, f1 = powers(gl.reshape(low if two < 2 else high, [ROWS]), two % 2 == 1, MMA)
+                    if two < 3:
+                        # The next ones are unpacked while the matrix unit works.
+                        a0, a1 = operands(stage_words, two + 1, WORDS, MMA)
+                    p0, p1 = warpgroup_mma_wait(0, deps=[p0, p1])
+                    if UP:
+                        acc = p1 * f1 + (p0 * f0 + acc)
+                    else:
+                        acc = (p1 * f1 + p0 * f0) * gl.load(split_at + (k * 4 + two) * TILE)[None, :] + acc
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         # E4M3 had 2^-6 of the weights.
@@ -199,7 +202,7 @@ def multiply_tiles_kernel(
     expert_to_slot, pairs, tiles, progress, out, up_scale_stride, down_stride, down_scale_stride, clamp, pair_count,
     own_items,
     HIDDEN: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    MAX_PAIRS: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
+    CHAIN: gl.constexpr, MAX_PAIRS: gl.constexpr, HEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Products of all tiles with their experts' up projections, gated and split, and then with their down projections.
 
@@ -211,6 +214,8 @@ def multiply_tiles_kernel(
     tiles' groups, and inner's bytes. split_scale: float32[tiles, TILE]. inner_scale: float32[tiles, WIDTH / 64, TILE].
     progress: int32[2 + tiles], tiles, the next item, and of each tile how many items of its up projection are done.
     out: float32[pairs, HIDDEN], times the pair's weight.
+    CHAIN: one group's products are on their way while those of the group before are multiplied by their scales, which
+    helps where no other program of the multiprocessor fills the gap.
     HEAD: no expert has more than one tile, and programs know which there are from `ids`, which the kernel in front does
     not write, but one before it. The first `own_items` programs take the item of their own number, and ask for its
     weights before that kernel has ended. They are as many as multiprocessors at most: one that has no room yet leaves a
@@ -237,12 +242,12 @@ def multiply_tiles_kernel(
     item, stage, phase = _multiply_items(
         item, zero, zero, zero, count, progress + 1, bars, words4, rows3, up, down_bytes, down_stride, split, up_scale,
         up_scale_stride, split_scale, weights, pairs, tiles, progress + 2, inner_bytes, inner_scale, clamp, slot,
-        HIDDEN, WIDTH, TILE, ROWS, STAGES, True, HEAD, EARLY,
+        HIDDEN, WIDTH, TILE, ROWS, STAGES, CHAIN, True, HEAD, EARLY,
     )  # fmt: skip
     _multiply_items(
         item, stage, phase, count * (WIDTH // (ROWS // 2)), count, progress + 1, bars, words4, rows3, down, down_bytes,
         down_stride, inner, down_scale, down_scale_stride, inner_scale, weights, pairs, tiles, progress + 2, out,
-        inner_scale, clamp, slot, WIDTH, HIDDEN, TILE, ROWS, STAGES, False, False, False,
+        inner_scale, clamp, slot, WIDTH, HIDDEN, TILE, ROWS, STAGES, CHAIN, False, False, False,
     )  # fmt: skip
 
 

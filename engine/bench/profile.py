@@ -2,7 +2,8 @@
 
 Two traces are taken with torch's profiler. In that of an eager run every launch lies within the mark of its operation,
 and a launch and its kernel share a correlation number: so each kernel has a group. In that of graph replays there are
-no launches, but the same kernels in the same order, with the durations that count.
+no launches, but the same kernels, with the durations that count; those of one name are in the same order, while others
+may overtake them, where branches run side by side.
 """
 
 from __future__ import annotations
@@ -76,13 +77,15 @@ class Profile:
         groups: microseconds and kernels by group.
         busy_us: sum over all kernels.
         top: the names that took most, with microseconds and numbers of runs.
-        matched: whether the replays ran the eager run's kernels in its order; otherwise groups follow names.
+        matched: whether the replays ran the eager run's kernels, in whatever order; otherwise groups follow names.
+        others: of kernels that one of both ran more often: (name, runs in the eager run, runs in a replay).
     """
 
     groups: dict[str, tuple[float, int]]
     busy_us: float
     top: list[tuple[str, float, int]]
     matched: bool
+    others: list[tuple[str, int, float]]
 
 
 def mark_ops(ops: Ops, weights: StepWeights) -> Ops:
@@ -154,20 +157,24 @@ def read_trace(trace: dict[str, Any]) -> list[Kernel]:
 def attribute(eager: Sequence[Kernel], replayed: Sequence[Kernel], replays: int) -> Profile:
     """Durations of replays, with the groups of the eager run."""
     size = len(replayed) // replays
-    names = [kernel.name for kernel in eager]
-    matched = size * replays == len(replayed) and all(
-        [kernel.name for kernel in replayed[at : at + size]] == names for at in range(0, size * replays, max(size, 1))
+    known, found = (collections.Counter(kernel.name for kernel in kernels) for kernels in (eager, replayed))
+    others = [
+        (name, known[name], found[name] / replays) for name in known | found if known[name] * replays != found[name]
+    ]
+    matched = not others and all(
+        collections.Counter(kernel.name for kernel in replayed[at : at + size]) == known
+        for at in range(0, len(replayed), max(size, 1))
     )
-    votes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    group_of: dict[str, list[str]] = collections.defaultdict(list)
     for kernel in eager:
-        votes[kernel.name][kernel.group or REST] += 1
+        group_of[kernel.name].append(kernel.group or REST)
+    runs: collections.Counter[str] = collections.Counter()
     groups: dict[str, list[float]] = {group: [0.0, 0.0] for group in GROUPS}
     by_name: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for place, kernel in enumerate(replayed):
-        if matched:
-            group = eager[place % size].group or REST
-        else:
-            group = votes[kernel.name].most_common(1)[0][0] if kernel.name in votes else REST
+    for kernel in replayed:
+        own = group_of.get(kernel.name, [REST])
+        group = own[runs[kernel.name] % len(own)] if matched else collections.Counter(own).most_common(1)[0][0]
+        runs[kernel.name] += 1
         for total in (groups[group], by_name[kernel.name]):
             total[0] += kernel.took_us / replays
             total[1] += 1 / replays
@@ -177,4 +184,5 @@ def attribute(eager: Sequence[Kernel], replayed: Sequence[Kernel], replays: int)
         busy_us=sum(kernel.took_us for kernel in replayed) / replays,
         top=[(name, us, round(count)) for name, (us, count) in top],
         matched=matched,
+        others=others,
     )

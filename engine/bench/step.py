@@ -36,7 +36,8 @@ from engine.version import VERSION
 
 Served = Callable[[DeviceCase, float], dict[str, Any] | None]
 COPY_BYTES_PER_S = 4.3e12
-"""Read and write of a large copy on an H200; the bound that steps are compared with."""
+"""Read and write of a large copy on an H200. Steps are compared with what their bytes take at that rate; products of
+many rows may take longer, which is not in it."""
 
 
 def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def measure_case(bench: StepBench, case: DeviceCase) -> dict[str, Any]:
         "share_of_bound": bound_us / median_us,
         "bytes": moved,
         "experts_touched": {"mean": statistics.fmean(touched), "per_layer": touched},
-        "drafts": {"rounds": len(rounds), "experts_touched": rounds},
+        "drafts": {"asked": case.drafts, "rounds": len(rounds), "experts_touched": rounds},
         "graph_equals_eager": bool(torch.equal(logits, eager)),
         "graph_vs_eager": float((logits - eager).norm() / eager.norm()),
         "finite": bool(logits.isfinite().all()),
@@ -229,14 +230,13 @@ def describe_run(run: dict[str, Any]) -> str:
     if "error" in run:
         return f"{run['case']}: {run['error']}"
     nodes, moved = run.get("nodes", dict.fromkeys(("kernels", "copies", "fills", "others"), "?")), run["bytes"]
-    drafts = run.get("drafts", {}).get("rounds", 0)
     lines = [
         f"{run['case']}: {run['requests']} x {run['rows']} rows at {run['length']}: {run['median_us'] / 1e3:.3f} ms"
-        f" (spread {run['spread_pct']:.1f} %), {run['share_of_bound']:.2f} of {run['bound_us'] / 1e3:.3f} ms",
+        f" (spread {run['spread_pct']:.1f} %), {run['share_of_bound']:.2f} of {run['bound_us'] / 1e3:.3f} ms of bytes",
         f"  {run['experts_touched']['mean']:.1f} experts a layer; {moved['total'] / 1e9:.2f} GB: experts"
         f" {moved['experts'] / 1e9:.2f}, dense {moved['dense'] / 1e9:.2f}, records {moved['records'] / 1e9:.2f}",
         f"  {nodes['kernels']} kernels, {nodes['copies']} copies, {nodes['fills']} fills, {nodes['others']} others;"
-        f" {drafts} drafts made; {run['distinct_tokens']} distinct tokens;"
+        f" {describe_drafts(run)}; {run['distinct_tokens']} distinct tokens;"
         f" {run['memory_bytes']['peak'] / 1e9:.1f} GB at most",
     ]
     if not run["finite"]:
@@ -252,10 +252,21 @@ def describe_run(run: dict[str, Any]) -> str:
         parts = [f"{name} {us:.0f} us ({count})" for name, (us, count) in profile["groups"].items() if count]
         lines.append("  " + ", ".join(parts))
         idle = run["median_us"] - profile["busy_us"]
-        lines.append(f"  kernels {profile['busy_us']:.0f} us in all, {idle:.0f} us between them")
+        word = f"{idle:.0f} us between them" if idle >= 0 else f"{-idle:.0f} us of them beside others"
+        lines.append(f"  kernels {profile['busy_us']:.0f} us in all, {word}")
         if not profile["matched"]:
-            lines.append("  groups follow kernels' names: the eager run launched others")
+            differing = ", ".join(f"{name} {eager} and {each:g}" for name, eager, each in profile["others"][:5])
+            lines.append(f"  groups follow kernels' names: eager run and replay differ ({differing or 'in order'})")
     return "\n".join(lines)
+
+
+def describe_drafts(run: dict[str, Any]) -> str:
+    """How many drafts the step makes; of a model without a layer that predicts ahead it has no more than their rows."""
+    drafts = run.get("drafts", {})
+    asked, rounds = drafts.get("asked", 0), drafts.get("rounds", 0)
+    if asked and not rounds:
+        return f"rows of {asked} drafts, none judged or made, as no layer of the model predicts ahead"
+    return f"{rounds} drafts made"
 
 
 def describe_served(served: dict[str, Any]) -> str:

@@ -283,11 +283,23 @@ def test_kernels_belong_to_the_operation_that_launched_them() -> None:
     assert found.top[0] == ("product", pytest.approx(13), 2)
 
 
+def test_kernels_that_overtake_others_keep_their_operations() -> None:
+    eager = read_trace(eager_trace())
+    replays = [
+        event("kernel", name, at + 100 * number, took)
+        for number, order in enumerate(((0, 5, 10), (20, 0, 10)))
+        for name, at, took in zip(("copy", "product", "product"), order, (1, 4, 8), strict=True)
+    ]
+    found = attribute(eager, read_trace({"traceEvents": replays}), 2)
+    assert found.matched and not found.others
+    assert found.groups["dense"] == (4, 1) and found.groups["head"] == (8, 1) and found.groups["rest"] == (1, 1)
+
+
 def test_other_kernels_than_the_eager_ones_are_told() -> None:
     eager = read_trace(eager_trace())
     replays = [event("kernel", name, at, 3) for at, name in enumerate(("product", "copy", "unknown"))]
     found = attribute(eager, read_trace({"traceEvents": replays}), 1)
-    assert not found.matched
+    assert not found.matched and found.others == [("product", 2, 1.0), ("unknown", 0, 1.0)]
     assert found.groups["rest"] == (6, 2) and found.groups["dense"][1] + found.groups["head"][1] == 1
 
 
@@ -335,10 +347,14 @@ def test_a_run_is_described_with_what_makes_it_comparable() -> None:
     assert text.count("WRONG") == 2 and "2.5e-01" in text
     del run["nodes"]
     assert "no profile: no driver" in describe_run(run | {"profile_error": "no driver"})
-    profile = {"groups": {"experts": (9500.0, 172), "head": (0.0, 0)}, "busy_us": 14000.0, "matched": False}
+    profile = {"groups": {"experts": (9500.0, 172), "head": (0.0, 0)}, "busy_us": 14000.0, "matched": False,
+               "others": [("fill", 3, 1.0)]}  # fmt: skip
     text = describe_run(run | {"profile": profile})
     assert "experts 9500 us (172)" in text and "head" not in text and "1000 us between them" in text
-    assert "follow kernels' names" in text
+    assert "2000 us of them beside others" in describe_run(run | {"profile": profile | {"busy_us": 17000.0}})
+    assert "follow kernels' names: eager run and replay differ (fill 3 and 1)" in text
+    assert "rows of 5 drafts, none judged" in describe_run(run | {"drafts": {"asked": 5, "rounds": 0}})
+    assert "5 drafts made" in describe_run(run | {"drafts": {"asked": 5, "rounds": 5}})
     assert describe_run({"case": "a", "error": "no room"}) == "a: no room"
 
 

@@ -41,7 +41,7 @@ def compile_products(config: Config, knows: bool = False) -> dict[str, int]:
     words = f"tensordesc<u8[1, 2, {config.rows // 2}, 128],{gl.NVMMASharedLayout(128, 8, 4)!r}>"
     rows = f"tensordesc<u8[8, {config.tile}, 64],{gl.NVMMASharedLayout(64, 8, 3)!r}>"
     constants = {"HIDDEN": HIDDEN, "WIDTH": WIDTH, "TILE": config.tile, "ROWS": config.rows, "STAGES": config.stages,
-                 "MAX_PAIRS": MOST_PAIRS_KNOWN, "HEAD": knows, "EARLY": True}  # fmt: skip
+                 "CHAIN": config.tile == 64, "MAX_PAIRS": MOST_PAIRS_KNOWN, "HEAD": knows, "EARLY": True}  # fmt: skip
     types = {"up": words, "down": words, "split": rows, "inner": rows, **POINTERS, **NUMBERS,
              **dict.fromkeys(constants, "constexpr")}  # fmt: skip
     names = multiply_tiles_kernel.arg_names
