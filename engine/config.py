@@ -46,7 +46,7 @@ class Limits:
     rank_waiting: int = 512
     """Requests that the head gives to one rank at a time, running or waiting there; the rest wait in the head."""
     decode_rows: int = 32
-    """Sequences in one decode step of a rank."""
+    """Sequences in one decode step of a rank; in a group on GPUs 4,095 at most."""
     prefill_chunk_tokens: int = 512
     """Ids in one prefill step of a rank; a whole number of pages."""
     prefill_prompts: int = 16
@@ -86,7 +86,8 @@ class Limits:
     """A rank that has work and finishes no step for so long makes the cluster not ready."""
     exchange_s: float = 10.0
     """One wait for another rank in an exchange. Longer: that rank is ended. Above `heartbeat_s`, so that a hung process
-    is found as such."""
+    is found as such, below `step_s`, and on GPUs above the longest step, that of `prefill_chunk_tokens`: 1 s for 1,000
+    ids at least."""
     group_s: float = 120.0
     """A rank whose group is broken waits so long for the next membership."""
     idle_steps: int = 64

@@ -223,7 +223,7 @@ KEYS: tuple[Key, ...] = (
         None,
         "Tokens that a small model drafts behind each token of a text, for the model to check in one step: 0 to 7, of"
         " which a rank of a group on GPUs makes 3 at most. The text stays the same. Default: what was measured to be"
-        " best; 0 for a model without drafter.",
+        " best; 0 for a model without drafter, and on GPUs, where only a layer that predicts ahead drafts.",
     ),
     Key(
         "draft.max_rows",
@@ -247,7 +247,13 @@ KEYS: tuple[Key, ...] = (
         " replay_rows.",
     ),
     *_hand_back_keys(),
-    Key("replay_rows", "count", 0, "Prompt rows that run through the layers past the last KV source; 0 is exact."),
+    Key(
+        "replay_rows",
+        "count",
+        0,
+        "Prompt rows that run through the layers past the last KV source; 0 is exact, and the only value in groups and"
+        " on GPUs.",
+    ),
     Key(
         "slo.ttft_p90",
         "duration",

@@ -51,6 +51,11 @@ PATH_CHARACTERS = 256
 """Of a model's path: it travels in messages as a `transport.messages.Name`."""
 LARGEST_GROUP = 1024
 """Ranks of a group: its members are named in one message."""
+MOST_GROUP_ROWS = 4095
+"""Rows of a rank in a group's exchanges between GPUs; `kernels.mailbox.MOST_ROWS`, which this process does not load."""
+LEAST_PROMPT_RATE = 1000.0
+"""Ids of prompts in a second of a rank of a group on GPUs, for what a step may take: measured were 8,000, in half of
+V4-Flash's layers."""
 
 RACK = "showroom"
 """The scenario of a simulated rack when nobody names one."""
@@ -239,6 +244,8 @@ def _derive(sources: _Sources, environ: Mapping[str, str]) -> Resolved:
         problem("limits.heartbeat_s", f"must be at least twice limits.snapshot_s ({limits.snapshot_s:g} s)")
     if any(pool.group > 1 for pool in pools):
         _check_groups(values, limits, problem)
+        if on_gpu:
+            _check_gpu_groups(limits, pools[0].group > 1, problem)
 
     if len(values["model"]) > PATH_CHARACTERS:
         problem("model", f"its absolute path has {len(values['model'])} characters (limit {PATH_CHARACTERS})")
@@ -336,7 +343,11 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 def _check_gpu(values: Mapping[str, Any], problem: Callable[[str, str], None]) -> None:
     """What a rank on a GPU can not do yet is refused by name."""
     if values["replay_rows"]:
-        problem("replay_rows", f'on device = "cuda" prompts are computed whole; write 0, not {values["replay_rows"]}')
+        problem(
+            "replay_rows",
+            f"{values['replay_rows']} rows would leave the others out of the layers past the last KV source, but steps"
+            ' on device = "cuda" run all rows through all layers; write 0',
+        )
     if values["fabric"] == "tcp":
         problem("fabric", 'tcp carries host memory only; on device = "cuda" write nixl or auto')
 
@@ -397,7 +408,11 @@ def _derive_drafts(
     if tokens and not most:
         problem("draft.tokens", f"this model has no drafter that could draft {tokens} tokens; write 0, or leave it out")
     elif tokens and on_gpu and not facts.predicts:
-        problem("draft.tokens", f'on device = "cuda" only a layer that predicts ahead drafts; write 0, not {tokens}')
+        problem(
+            "draft.tokens",
+            'on device = "cuda" only a layer that predicts ahead drafts, and this model has a block drafter, whose'
+            f" passes no step there runs; write 0, not {tokens}",
+        )
     elif tokens > most:
         problem("draft.tokens", f"{tokens} is more than this model's drafter has ({most})")
 
@@ -415,6 +430,31 @@ def _check_groups(values: Mapping[str, Any], limits: Limits, problem: Callable[[
             "limits.exchange_s",
             f"must be above limits.heartbeat_s ({limits.heartbeat_s:g} s), or the ranks that wait for a hung one are"
             " ended before it is",
+        )
+    if limits.exchange_s >= limits.step_s:
+        problem(
+            "limits.exchange_s",
+            f"{limits.exchange_s:g} s must be below limits.step_s ({limits.step_s:g} s), or a rank that waits for a"
+            " silent one counts as stuck itself",
+        )
+
+
+def _check_gpu_groups(limits: Limits, has_prompts: bool, problem: Callable[[str, str], None]) -> None:
+    """What exchanges between GPUs can hold, and how long ranks wait for one another there."""
+    if limits.decode_rows > MOST_GROUP_ROWS:
+        problem(
+            "limits.decode_rows",
+            f'{limits.decode_rows} rows are more than a rank of a group on device = "cuda" may have'
+            f" ({MOST_GROUP_ROWS})",
+        )
+    # A rank says its words once the step before is over, if that has prompts; the others wait for them meanwhile.
+    longest_s = limits.prefill_chunk_tokens / LEAST_PROMPT_RATE if has_prompts else 0.0
+    if limits.exchange_s < longest_s:
+        problem(
+            "limits.exchange_s",
+            f"{limits.exchange_s:g} s must be more than the longest step, for which a group waits, and one of"
+            f" limits.prefill_chunk_tokens ({limits.prefill_chunk_tokens}) may take {longest_s:g} s; write so much,"
+            f" or chunks of {int(limits.exchange_s * LEAST_PROMPT_RATE)} ids at most",
         )
 
 

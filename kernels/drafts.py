@@ -2,8 +2,9 @@
 
 Its rows from what the host says and what earlier steps have left, which drafts hold, what the layer that predicts ahead
 enters with, and where drafts and streams are kept. All of it is little and serial: a program has one sequence or row.
-None is launched early, nor lets the next one be before it has ended. That is no promise to a kernel further on that
-reads positions before it waits: it relies on the launches between.
+None is launched early, nor lets the next one be before it has ended. To a kernel further on that reads positions before
+it waits that is no promise: it needs one between that waits before it lets the next one be, as `open_streams` does, or
+that is not launched early (`tests/model/launch_rule.py` has the rule, `launch_order.py` checks steps).
 """
 
 from __future__ import annotations

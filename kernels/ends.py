@@ -27,9 +27,10 @@ def _open_streams_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        # The tokens are the host's, but the streams' memory may be in use.
-        gdc_launch_dependents()
+        # In this order: what the kernels in front have written, as tokens, positions and slabs, is there for all that
+        # follow then, also for those that read them before they wait (`tests/model/launch_rule.py`).
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < HIDDEN

@@ -39,6 +39,8 @@ SCALE_COLUMNS = 128
 """Columns of a narrow row that share a scale."""
 MOST_ROWS = 4095
 """Rows of a rank: 12 bits of a flag."""
+LEAST_LAYERS = 2
+"""Exchanges of a phase in a step: one layer would follow itself, in the same half."""
 MOST_PARTS = 4
 """Programs that share a row, at most; each has a flag of its own."""
 COUNTER_BITS, ROWS_BITS = 40, 12
@@ -76,8 +78,8 @@ class MailboxLayout:
     part_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.layers < 2:
-            raise ValueError(f"a mailbox needs 2 layers or more to be used in turns, not {self.layers}")
+        if self.layers < LEAST_LAYERS:
+            raise ValueError(f"a mailbox needs {LEAST_LAYERS} layers or more to be used in turns, not {self.layers}")
         if not 1 <= self.capacity <= MOST_ROWS:
             raise ValueError(f"a mailbox takes 1 to {MOST_ROWS} rows of each rank, not {self.capacity}")
         if self.narrow and self.hidden % SCALE_COLUMNS:

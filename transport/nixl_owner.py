@@ -29,6 +29,7 @@ import trio
 from transport.errors import FabricError
 from transport.nixl_door import Door
 from transport.nixl_naps import choose_nap, sharpen_timers
+from transport.timed_queue import TimedQueue
 
 AWAKE_S = 2e-3
 """How long after the last event the thread keeps napping instead of resting."""
@@ -103,7 +104,7 @@ class AgentThread:
         self._make_agent = make_agent
         self._errors = errors
         self._receives = receives
-        self._todo: queue.SimpleQueue[_Call[Any] | Work] = queue.SimpleQueue()
+        self._todo: TimedQueue[_Call[Any] | Work] = TimedQueue()
         self._now: _Call[Any] | Work | None = None
         self._live: list[Work] = []
         self._ended_works: list[Work] = []

@@ -1,10 +1,16 @@
-"""Digests of a prompt's ids at the ends of its pages, remembered by conversation; and which pages were ever seen."""
+"""Digests of a prompt's ids at the ends of its pages, remembered by conversation; and which pages were ever seen.
+
+They are made as far as somebody asks for them. That a prompt is new shows at its first page, and the others can wait
+until there is time: so what it costs to take a prompt in does not grow with its length.
+"""
 
 from __future__ import annotations
 
+import bisect
 import collections
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import overload
 
 DIGEST_BYTES = 16
 MOST_TEXTS = 1024
@@ -12,9 +18,59 @@ MOST_BYTES = 64 << 20
 MOST_SEEN = 1 << 18
 
 
+class Digests(Sequence[bytes]):
+    """Of nothing, and then at the end of each whole page of some ids. Each is over the one before and the ids of one
+    page, so it stands for all ids up to that page's end."""
+
+    __slots__ = ("_count", "_ids", "_made", "_page_bytes")
+
+    def __init__(self, made: list[bytes], ids: memoryview, page_bytes: int) -> None:
+        """Borrows the ids until all are made. `made`: the first ones, at least that of nothing; taken."""
+        self._made = made
+        self._ids = ids
+        self._page_bytes = page_bytes
+        self._count = 1 + len(ids) // page_bytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            places = range(*index.indices(self._count))
+            self.reach(max(places, default=0))
+            return [self._made[at] for at in places]
+        self.reach(index if index >= 0 else index + self._count)
+        return self._made[index if index >= 0 else index + self._count]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Digests) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def reach(self, pages: int) -> None:
+        """Makes those of so many pages."""
+        made, ids, size = self._made, self._ids, self._page_bytes
+        for at in range(size * (len(made) - 1), size * min(pages, self._count - 1), size):
+            running = hashlib.blake2b(made[-1], digest_size=DIGEST_BYTES)
+            running.update(ids[at : at + size])
+            made.append(running.digest())
+        if len(made) == self._count:
+            self._ids = _NO_IDS
+
+    def follow(self, ids: memoryview) -> Digests:
+        """Those of other ids that begin with these, as far as these go in whole pages; borrows them."""
+        return Digests(self._made.copy(), ids, self._page_bytes)
+
+
+_NO_IDS = memoryview(b"")
+
+
 class Fingerprints:
-    """Makes digests: each is over the one before and the ids of one page, so it stands for all ids up to that page's
-    end. The first is over the salt: where salts differ, nothing is alike.
+    """Makes digests. The first is over the salt: where salts differ, nothing is alike.
 
     The last prompt of each conversation is remembered with its digests, as long as there are at most `most_texts` of
     `most_bytes` bytes together. A prompt that begins with it has only its new pages hashed.
@@ -23,7 +79,7 @@ class Fingerprints:
     def __init__(self, page_tokens: int, *, most_texts: int = MOST_TEXTS, most_bytes: int = MOST_BYTES) -> None:
         self._page_bytes = 4 * page_tokens
         self._most_texts, self._most_bytes = most_texts, most_bytes
-        self._texts: collections.OrderedDict[tuple[str, str], tuple[bytes, list[bytes]]] = collections.OrderedDict()
+        self._texts: collections.OrderedDict[tuple[str, str], tuple[bytes, Digests]] = collections.OrderedDict()
         self.num_bytes = 0
         """Of all texts that are remembered."""
 
@@ -31,42 +87,36 @@ class Fingerprints:
         """Texts that are remembered."""
         return len(self._texts)
 
-    def digest(self, ids: memoryview, salt: str, conversation: str = "") -> list[bytes]:
-        """Of nothing, and then at the end of each whole page of `ids`. The list is not to be changed.
+    def digest(self, ids: memoryview, salt: str, conversation: str = "") -> Digests:
+        """Of `ids`, which are borrowed.
 
         Args:
             ids: little-endian int32, as bytes.
             conversation: its name, as the caller has it; "" for none.
         """
+        if not conversation:
+            return self._begin(ids, salt)
         size = self._page_bytes
-        whole = len(ids) // size * size
-        digests: list[bytes] = []
-        if conversation:
-            digests = self._recall((salt, conversation), ids)
-        if not digests:
-            digests = [hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()]
-        digests = self.extend(digests, ids)
-        if conversation:
-            self._remember((salt, conversation), bytes(ids[:whole]), digests)
+        text = bytes(ids[: len(ids) // size * size])
+        before = self._recall((salt, conversation), ids)
+        digests = self._begin(memoryview(text), salt) if before is None else before.follow(memoryview(text))
+        self._remember((salt, conversation), text, digests)
         return digests
 
-    def extend(self, digests: Sequence[bytes], ids: memoryview) -> list[bytes]:
-        """Those of `ids`, of which the first ones have `digests`. Nothing is remembered."""
-        size, longer = self._page_bytes, [*digests]
-        for at in range(size * (len(longer) - 1), len(ids) // size * size, size):
-            running = hashlib.blake2b(longer[-1], digest_size=DIGEST_BYTES)
-            running.update(ids[at : at + size])
-            longer.append(running.digest())
-        return longer
+    def _begin(self, ids: memoryview, salt: str) -> Digests:
+        return Digests([hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()], ids, self._page_bytes)
 
-    def _recall(self, key: tuple[str, str], ids: memoryview) -> list[bytes]:
-        """A copy of the digests that are remembered, if `ids` begins with their text. It is remembered no longer."""
-        text, digests = self._texts.pop(key, (b"", []))
+    def _recall(self, key: tuple[str, str], ids: memoryview) -> Digests | None:
+        """Those that are remembered, if `ids` begins with their text. It is remembered no longer."""
+        found = self._texts.pop(key, None)
+        if found is None:
+            return None
+        text, digests = found
         self.num_bytes -= len(text)
         # Bytes are compared in one go, views item by item.
-        return digests.copy() if bytes(ids[: len(text)]) == text else []
+        return digests if bytes(ids[: len(text)]) == text else None
 
-    def _remember(self, key: tuple[str, str], text: bytes, digests: list[bytes]) -> None:
+    def _remember(self, key: tuple[str, str], text: bytes, digests: Digests) -> None:
         self._texts[key] = text, digests
         self.num_bytes += len(text)
         while len(self._texts) > self._most_texts or self.num_bytes > self._most_bytes:
@@ -94,8 +144,14 @@ class SeenPages:
             self._seen.popitem(last=False)
 
     def count(self, digests: Sequence[bytes]) -> int:
-        """Pages up to the deepest one that was seen."""
-        for index in range(len(digests) - 1, 0, -1):
-            if digests[index] in self._seen:
-                return index
-        return 0
+        """Pages up to the deepest one that was seen. Those before it are remembered as long."""
+        return count_leading(len(digests) - 1, lambda page: digests[page] in self._seen)
+
+
+def count_leading(most: int, has: Callable[[int], bool]) -> int:
+    """How many of the pages 1 to `most` have what all before one have that has it. Looks at few of them, and at none
+    far behind the last one."""
+    low, high = 0, 1
+    while high <= most and has(high):
+        low, high = high, 2 * high
+    return low + bisect.bisect_left(range(low + 1, min(high, most + 1)), True, key=lambda page: not has(page))

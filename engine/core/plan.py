@@ -105,6 +105,7 @@ class Roster:
         ends: int64[rows], the position at which each sequence's last token would stand, which is never computed: no row
             may have a position of so much, drafted ones included. None: nobody drafts.
         said: of each row, as in DecodeRow; empty where no row has a grammar.
+        widths: int64[rows], pages of each row.
     """
 
     requests: Ints
@@ -112,6 +113,7 @@ class Roster:
     pages: tuple[Sequence[int], ...]
     sampling: tuple[Sampling, ...]
     tables: Ints
+    widths: Ints
     ends: Ints | None = None
     said: tuple[bytes, ...] = ()
 
@@ -124,10 +126,11 @@ def build_roster(
     said: tuple[bytes, ...] = (),
 ) -> Roster:
     """A roster with its table of pages."""
-    tables = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
+    widths = np.fromiter(map(len, pages), np.int64, len(pages))
+    tables = np.zeros((len(pages), int(widths.max(initial=0))), np.int64)
     for line, units in zip(tables, pages, strict=True):
         line[: len(units)] = units
-    return Roster(requests, slabs, pages, sampling, tables, said=said)
+    return Roster(requests, slabs, pages, sampling, tables, widths, said=said)
 
 
 class DecodeRows(Sequence[DecodeRow]):

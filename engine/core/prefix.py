@@ -15,13 +15,13 @@ a cut itself, further on, and in a conversation that is the one which is asked f
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from engine.core.fingerprint import count_leading
 from engine.errors import LocalProtocolError
 
 HALF_LIFE_US = 600_000_000
@@ -210,7 +210,7 @@ class PrefixTree:
 
     def _count_known(self, digests: Sequence[bytes], most: int) -> int:
         """Pages of these ids that are in the tree: with a page all before it are there."""
-        return bisect.bisect_left(range(1, most + 1), True, key=lambda at: digests[at] not in self._page_to_place)
+        return count_leading(most, lambda page: digests[page] in self._page_to_place)
 
     def _place_at(self, digests: Sequence[bytes], index: int) -> Cut:
         """The place at the end of known page `index`, counted from 1; a new fork if there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from engine.core.fingerprint import Digests
 from engine.core.request import RequestKey
 
 MOST_PROMPTS = 4096
@@ -21,11 +22,11 @@ class Told:
 
     Attributes:
         ids: little-endian int32.
-        digests: of them, as `Fingerprints.digest` makes them.
+        digests: of them.
     """
 
     ids: bytes
-    digests: list[bytes]
+    digests: Digests
 
 
 class Recall:

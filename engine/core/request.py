@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
+from engine.core.fingerprint import Digests
 from engine.core.handoff import DecodePhase, PrefillPhase
 from engine.core.plan import Base
 from engine.core.prefix import Cut
@@ -47,7 +48,7 @@ class Prompt:
         base: where its first chunk finds the state at `cached`.
         branch: where it is to leave a branch cut, 0 for nowhere.
         keeps: position to slab: states that are to be kept, or are, with the steps that come to there.
-        digests: of its ids at page ends.
+        digests: of its ids at page ends; None where nothing of it is kept, or before it was admitted.
     """
 
     key: RequestKey
@@ -72,7 +73,7 @@ class Prompt:
     base: Base | None = None
     branch: int = 0
     keeps: dict[int, int] = dataclasses.field(default_factory=dict)
-    digests: list[bytes] = dataclasses.field(default_factory=list)
+    digests: Digests | None = None
     first_token: int = -1
     first_scored: TokenScored | None = None
     pushed_bytes: int = 0

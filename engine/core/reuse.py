@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from engine.core.arena import Arena, Holding
-from engine.core.fingerprint import Fingerprints, SeenPages
+from engine.core.fingerprint import Digests, Fingerprints, SeenPages
 from engine.core.pages import PageState
 from engine.core.plan import Base
 from engine.core.prefix import Cut, PrefixTree
@@ -43,7 +43,7 @@ class Turn:
     """
 
     ids: memoryview
-    digests: list[bytes]
+    digests: Digests
     first: int
     pages: Runs
     slab: int
@@ -86,7 +86,7 @@ class PrefixCache:
                 self._allocate(prompt, num_pages)
             return prompt.slab >= 0
         assert prompt.start is not None
-        if not prompt.digests:
+        if prompt.digests is None:
             prompt.digests = self._fingerprints.digest(prompt.ids, prompt.start.cache_salt, prompt.start.affinity)
         # Whoever asks for log-probabilities of the prompt needs all of it computed.
         may_use = prompt.start.sampling.prompt_logprobs < 0
@@ -119,6 +119,9 @@ class PrefixCache:
         if not self._is_on:
             return
         for prompt in prompts:
+            if prompt.digests is not None:
+                # Of what is computed by now: little for each chunk, where all at once would hold up a step.
+                prompt.digests.reach(prompt.planned // self._page_tokens)
             for position in (prompt.branch, prompt.num_ids):
                 if not prompt.planned < position <= prompt.planned + budget or position in prompt.keeps:
                     continue
@@ -138,15 +141,17 @@ class PrefixCache:
         kept: set[int] = set()
         for position in sorted(prompt.keeps):
             slab = prompt.keeps[position]
+            assert prompt.digests is not None
             taken = self._tree.insert(prompt.digests, prompt.ids, position, slab, prompt.pages, now_us)
             if taken is None:
                 self._arena.slabs.free((slab,), PageState.OWNED)
             else:
                 self._arena.cache(prompt.pages[taken.start : taken.stop], slab)
                 kept.update(taken)
-        if self._is_on:
+        if prompt.digests is not None:
             self._seen.add(prompt.digests)
         if self._takes_turns and prompt.num_ids in prompt.keeps:
+            assert prompt.digests is not None
             self._recall.add(prompt.key, Told(bytes(prompt.ids), prompt.digests))
         self._free(prompt, [prompt.pages[at] for at in range(first, len(prompt.pages)) if at not in kept])
 
@@ -175,7 +180,7 @@ class PrefixCache:
             return "gone"
         num_prompt = len(told.ids) // 4
         ids = memoryview(told.ids + bytes(said[:-4]))
-        digests = self._fingerprints.extend(told.digests, ids)
+        digests = told.digests.follow(ids)
         self._seen.add(digests)
         cut, _ = self._tree.find(digests, ids, len(ids) // 4)
         if cut is None or cut.position < num_prompt:

@@ -433,12 +433,14 @@ class Running:
             sequence.sampling = self._open_sampling[slot] = sampling_at(sequence.sampling, int(self._planned[slot]))
             self._least[slot] = sequence.sampling.min_tokens
         pages, sampling = tuple(self._open_pages.values())[:most], tuple(self._open_sampling.values())[:most]
+        widths = self._width[slots]
         roster = Roster(
             requests=self._request[slots],
             slabs=self._slab[slots],
             pages=pages,
             sampling=sampling,
-            tables=self._tables[slots, : np.maximum.reduce(self._width[slots], initial=0)],
+            tables=self._tables[slots, : np.maximum.reduce(widths, initial=0)],
+            widths=widths,
             ends=self._base[slots] + self._limit[slots] if self._drafts else None,
             said=tuple([each.said for each in sequences]) if self._num_said else (),
         )

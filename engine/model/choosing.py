@@ -30,6 +30,8 @@ class Chooser:
         """Borrows the arena."""
         self._arena = arena
         self._info = info
+        # Columns that were right when they were checked last. A step as a rule has those of the one before.
+        self._slabs = self._pages = np.empty(0, np.int64)
 
     def choose(
         self,
@@ -89,22 +91,26 @@ class Chooser:
             raise DeviceError(f"a token id is outside 0..{self._info.vocab_size - 1}")
 
     def check_slabs(self, slabs: Ints) -> None:
-        """Raises DeviceError for a slab that there is not."""
+        """Raises DeviceError for a slab that there is not. The array is never written again."""
+        if slabs is self._slabs:
+            return
         if int(slabs.min()) < 0 or int(slabs.max()) >= self._info.num_slabs:
             raise DeviceError(f"a slab is outside 0..{self._info.num_slabs - 1}")
+        self._slabs = slabs
 
     def check_pages(self, pages: Ints, widths: Ints, lengths: Ints) -> None:
         """Raises DeviceError unless each line's pages are there and hold so many tokens: a wrong number would read or
         write another sequence's memory.
 
         Args:
-            pages: int64[lines, widest].
+            pages: int64[lines, widest], never written again.
             widths: int64[lines], pages of each line.
             lengths: int64[lines].
         """
         info = self._info
-        if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= info.num_pages):
+        if pages is not self._pages and pages.size and (int(pages.min()) < 0 or int(pages.max()) >= info.num_pages):
             raise DeviceError(f"a page id is outside 0..{info.num_pages - 1}")
+        self._pages = pages
         longest = int(lengths.max())
         short = np.nonzero(lengths > widths * info.page_tokens)[0]
         if len(short):

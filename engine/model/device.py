@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
 """The interpreter's default of 5 ms would be the loop's wake-up time while a step runs."""
-LOOK_S = 1e-4
-"""How often the worker looks whether a step that it has launched has ended, while it waits for the next one."""
+NAP_S, GROUP_NAP_S = 1.0, 2e-3
+"""Longest sleep of the worker while a step is under way; in a group others may end meanwhile."""
 SLABS_PER_ROW = 2
 """Default slabs: sequences that are being received or wait for their turn need one as well."""
 
@@ -68,13 +68,13 @@ class StepTicket:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.done = trio.Event()
+        self.is_done = False
         self.result: StepResult | None = None
         self.failure: str | None = None
         self.broken: collections.deque[GroupBroken] = collections.deque()
         """Breakages of its group that `wait` has not told yet."""
         self.news = trio.Event()
-        """Set when `done` is, or `broken` is not empty."""
+        """Set when `is_done` is, or `broken` is not empty."""
 
 
 class TorchDevice:
@@ -112,7 +112,7 @@ class TorchDevice:
         self._model = model
         self._info = info
         self._threads = max(1, threads)
-        self._jobs: Jobs = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._tickets: collections.deque[StepTicket] = collections.deque()
         self._read_checksums = read_checksums or BlockReader(model.arena.block_runs()).checksums
         self._queued = 0
@@ -179,7 +179,7 @@ class TorchDevice:
         await ticket.news.wait()
         if ticket.broken:
             breakage = ticket.broken.popleft()
-            if not ticket.broken and not ticket.done.is_set():
+            if not ticket.broken and not ticket.is_done:
                 ticket.news = trio.Event()
             raise breakage
         if ticket.result is None:
@@ -276,7 +276,7 @@ class TorchDevice:
 
     def _start(self, job: Job, pipeline: Pipeline) -> bool:
         if self._ahead is not None and self._group is not None:
-            return self._ahead.launch(self._group, job)
+            return self._ahead.launch(self._group, job, functools.partial(self._end_launched, pipeline))
         if not pipeline.accepts(job):
             return False
         pipeline.check(job)
@@ -313,7 +313,7 @@ class TorchDevice:
             elif group is not None and group.can_meet:
                 group.meet()
                 continue
-            timeout_s = LOOK_S if pipeline else None
+            timeout_s = pipeline.find_wait(NAP_S if group is None else GROUP_NAP_S) if pipeline else None
             if group is not None:
                 item = group.next_item(self._jobs, timeout_s)
             else:
@@ -340,7 +340,7 @@ class TorchDevice:
 
     def _finish(self, ticket: StepTicket) -> None:
         self._queued -= 1
-        ticket.done.set()
+        ticket.is_done = True
         ticket.news.set()
 
     def _break(self, ticket: StepTicket, breakage: GroupBroken) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from engine.errors import DeviceError
 from engine.model.decoding import UNKNOWN, Decode, Decoder
 from engine.model.draft_sizes import ToldRows
+from engine.model.envelope import Envelope, Words
 from engine.model.step_arena import StepArena
 from engine.model.step_drafter import StepDrafter
 from engine.ports import DeviceInfo
@@ -71,13 +71,15 @@ class DraftLaunch:
             lengths = np.where(decode.positions < 0, lengths, decode.positions + 1)
         self._decoder.check_ends(decode, lengths)
 
-    def launch(self, decode: Decode, under_way: Iterable[Ints], agreed: int = 0) -> Tensor:
+    def launch(
+        self, decode: Decode, under_way: Iterable[Ints], agreed: int = 0, envelope: Envelope | None = None
+    ) -> Words:
         """Enqueues a step.
 
         Args:
             decode: `accepts` and `check` took it.
             under_way: slabs of each step that has not ended.
-            agreed: see `DraftSizes.launch`.
+            agreed, envelope: see `DraftSizes.launch`.
 
         Returns:
             What `finish` takes, once the device has come so far.
@@ -103,11 +105,11 @@ class DraftLaunch:
         told = ToldRows(
             tokens, positions, slabs, self._find_ends(decode), counts, drafts[:, : self._most], decode.tables
         )
-        return self._steps.launch(told, self._find_drafts(decode), agreed)
+        return self._steps.launch(told, self._find_drafts(decode), agreed, envelope).numpy()
 
-    def finish(self, decode: Decode, told: Tensor) -> Verdict:
+    def finish(self, decode: Decode, told: Words) -> Verdict:
         """What a step brought that has ended."""
-        lines = told.numpy().astype(np.int64)
+        lines = told.astype(np.int64)
         span = 1 + self._find_drafts(decode)
         starts, counts, proposed = lines[:, 0], lines[:, 1], lines[:, 2]
         tokens, drafts = lines[:, 3 : 3 + span], lines[:, 3 + span :]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.model.envelope import Envelope
 from engine.model.ops import Ops
 from engine.model.shapes import ModelShape
 from engine.model.step_ahead import StepAhead
@@ -107,16 +108,17 @@ class DraftSizes:
         return 0 if drafts in (0, self._drafts) and sequences <= max(self.plain) else None
 
     @torch.inference_mode()
-    def launch(self, rows: ToldRows, drafts: int, agreed: int = 0) -> Tensor:
+    def launch(self, rows: ToldRows, drafts: int, agreed: int = 0, envelope: Envelope | None = None) -> Tensor:
         """Enqueues a step.
 
         Args:
             rows: of the sequences.
             drafts: what `find_drafts` says of them.
             agreed: in a group, the rows that the step has places for at least.
+            envelope: for this step; out until the result has been read. None for one of its own.
 
         Returns:
-            int32[n, 3 + span + rounds] on the host once the device has come so far, see `kernels.forms.Judged`.
+            int32[n, 3 + span + rounds] of the envelope once the device has come so far, see `kernels.forms.Judged`.
         """
         count = len(rows.slabs)
         sizes = self.drafting if drafts else self.plain
@@ -124,17 +126,31 @@ class DraftSizes:
         sized = sizes[next(size for size in sorted(sizes) if size >= places)]
         draft_step = sized.whole
         assert isinstance(draft_step, DraftStep)
-        told = np.zeros(draft_step.told.shape, np.int32)
+        if envelope is None:
+            envelope = Envelope(on_gpu=self._device.type == "cuda")
+        sheet = envelope.sheet("told", *draft_step.told.shape)
+        told = sheet.words
+        told[:] = 0
         told[:2], told[2] = -1, len(self.state.stands) - 1
         columns = (rows.tokens, rows.positions, rows.slabs, rows.ends, rows.counts, *rows.drafts.T)
         for line, column in zip(told, columns, strict=False):
             line[:count] = column
-        draft_step.told.copy_(self._send_later(told))
-        sized.set_tables(rows.tables, self._send_later)
-        result = sized.replay().result
-        host = torch.empty(result.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        host.copy_(result, non_blocking=True)
-        return host[:count]
+        calls, place = envelope.calls, draft_step.told
+        if calls is None or sized.graph is None:
+            place.copy_(sheet.tensor, non_blocking=True)
+        else:
+            calls.copy(place.data_ptr(), sheet.address, sheet.num_bytes)
+        sized.set_tables(rows.tables, envelope.write_table)
+        if calls is None or sized.graph is None:
+            result = sized.replay().result
+            brought = envelope.sheet("brought", *result.shape)
+            brought.tensor.copy_(result, non_blocking=True)
+        else:
+            result = sized.graph.outputs.result
+            brought = envelope.sheet("brought", *result.shape)
+            calls.launch(sized.graph.handle)
+            calls.copy(brought.address, result.data_ptr(), brought.num_bytes)
+        return brought.tensor[:count]
 
     def _open(self, count: int, drafts: int, places: int) -> SizedStep[Drafted]:
         arena = self._arena
@@ -148,8 +164,3 @@ class DraftSizes:
         )  # fmt: skip
         assert records.streams is not None
         return SizedStep(step, DraftStep(step, self._layer, self.state, records.streams, self._ops, rounds=drafts))
-
-    def _send_later(self, column: npt.NDArray[np.int32]) -> Tensor:
-        """To the device without waiting. Torch keeps the host's copy until it has been read."""
-        host = torch.from_numpy(column)
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host

@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,8 @@ Key = tuple[int, int, int, int]
 """Step, pass, layer and phase of an exchange."""
 FRAME_LIMIT = 1 << 30
 """Bytes of one frame."""
+LOOK_S = 1e-4
+"""How often `Mesh.finish` lets its caller look after something else meanwhile."""
 GRACE_S = 1.0
 """Longest time beyond the limit before one of several silent places is accused; see `Mesh._check_overdue`."""
 _HEADER = struct.Struct("<q4q")
@@ -182,10 +184,14 @@ class Mesh:
             self.close()
             raise
 
-    def finish(self, key: Key) -> dict[int, memoryview]:
+    def finish(self, key: Key, look: Callable[[], bool] | None = None) -> dict[int, memoryview]:
         """Waits until all frames are sent and all others' have arrived: for each other place its frame's bytes.
 
         The views are writable and stay as they are until the second `start` after this call.
+
+        Args:
+            key: what was started.
+            look: called each LOOK_S while it waits, as long as it says that there is more to look after.
 
         Raises:
             MeshBroken: a place did not send, or take, its frame within the limit, or its connection ended.
@@ -195,7 +201,7 @@ class Mesh:
         if self._begun is None or self._begun[0] != key:
             raise LocalProtocolError(f"the end of an exchange of {_name(key)} on a mesh that is {self._state()}")
         try:
-            frames = self._finish(*self._begun)
+            frames = self._finish(*self._begun, look)
         except BaseException:
             self.close()
             raise
@@ -223,14 +229,14 @@ class Mesh:
             link.unsent = []
             link.sock.close()
 
-    def _finish(self, key: Key, begun: float) -> dict[int, memoryview]:
+    def _finish(self, key: Key, begun: float, look: Callable[[], bool] | None) -> dict[int, memoryview]:
         frames: dict[int, memoryview] = {}
         poll = select.poll()
         waiting = {link.fd: link for link in self._links.values()}
         for fd, link in waiting.items():
             poll.register(fd, _interest(link, frames))
         while waiting:
-            ready = poll.poll(1e3 * max(0.0, self._next_check(begun) - time.monotonic()))
+            ready = self._poll(poll, begun, look)
             for fd, _ in ready:
                 link = waiting[fd]
                 self._send(link)
@@ -246,6 +252,16 @@ class Mesh:
             if not ready:
                 self._check_overdue(key, begun, list(waiting.values()), frames)
         return frames
+
+    def _poll(self, poll: select.poll, begun: float, look: Callable[[], bool] | None) -> list[tuple[int, int]]:
+        """What can be sent or received; nothing after a while."""
+        if look is None or not look():
+            return poll.poll(1e3 * max(0.0, self._next_check(begun) - time.monotonic()))
+        ready = poll.poll(0)
+        if not ready:
+            # A poll's own least wait is a millisecond.
+            time.sleep(LOOK_S)
+        return ready
 
     def _next_check(self, begun: float) -> float:
         due = begun + self._limit_s

@@ -1,8 +1,9 @@
 """GraphSteps: the steps of a group whose ranks exchange rows inside their graphs, and what of them is under way.
 
 The words of a step go over the mesh of sockets before its graphs are launched, with the rows that each rank has. That
-is while the graphs of the step before are computed, so nobody waits for words but who has nothing to do. Graphs of all
-ranks have the same sizes in the same order then (`launches.py`), and find one another's memory by themselves.
+is while the graphs of the step before are computed, so nobody waits for words but who has nothing to do; steps that end
+meanwhile are told. Graphs of all ranks have the same sizes in the same order then (`launches.py`), and find one
+another's memory by themselves.
 
 Rows that do not come make their step and those behind it void (`Pipeline.void`): they are run again in the next
 membership. A member whose connection ends is not waited for any longer.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from engine.model.decoding import Decode
 from engine.model.device_loads import DeviceLoads
 from engine.model.device_slots import DevicePart
 from engine.model.dispatch import Mesh
-from engine.model.exchange import MeshBroken
+from engine.model.exchange import Key, MeshBroken
 from engine.model.expert_slots import Prepared, TorchExpertSlots
 from engine.model.group import GroupWorker, Jobs, OnBroken, StepVoid
 from engine.model.launches import Launches, Turns, merge_launches, unpack_launches
@@ -47,6 +48,7 @@ class PeerMesh(Mesh, Protocol):
 
     @property
     def peers(self) -> Mapping[int, PeerMapping]: ...
+    def finish(self, key: Key, look: Callable[[], bool] | None = None) -> dict[int, memoryview]: ...
     def find_gone(self) -> MeshBroken | None: ...
 
 
@@ -127,11 +129,16 @@ class GraphSteps:
         self._count(progress.device_ns // 1000, job)
         return self._runner.finish(job, progress, step)
 
-    def launch(self, group: GroupWorker, job: Job) -> bool:
+    def launch(self, group: GroupWorker, job: Job, tell: Callable[[], None]) -> bool:
         """Agrees on a step and enqueues it, if it can be launched ahead. If not, nothing has been said of it.
 
+        Args:
+            group: whose step.
+            job: the step.
+            tell: ends the first step under way: called for those that end while the others' words are waited for.
+
         Raises:
-            DeviceError: a row names a place that there is not.
+            DeviceError: a row names a place that there is not; or a step that was told meanwhile has failed.
         """
         if group.mesh is None or group.is_stopped or group.has_news:
             return False
@@ -141,7 +148,7 @@ class GraphSteps:
         self._pipeline.check(job)
         own = self._model.plan_launches((), self._pipeline.count_rows(job))
         try:
-            launches, step = self._agree(group, job, own)
+            launches, step = self._agree(group, job, own, functools.partial(self._tell_ended, group, tell))
         except MeshBroken as broken:
             self._give_up(group, broken)
             return False
@@ -180,8 +187,10 @@ class GraphSteps:
         self._unmap()
         self._share.close()
 
-    def _agree(self, group: GroupWorker, job: Job, own: Launches) -> tuple[Launches, GroupStep]:
-        """The exchange of words, and the tables of the step's epoch.
+    def _agree(
+        self, group: GroupWorker, job: Job, own: Launches, look: Callable[[], bool] | None = None
+    ) -> tuple[Launches, GroupStep]:
+        """The exchange of words, and the tables of the step's epoch. `look`: see `Mesh.finish`.
 
         Raises:
             MeshBroken: a member did not answer.
@@ -194,7 +203,7 @@ class GraphSteps:
         key = (group.step, 0, 0, 0)
         group.mesh.start(key, {other: frame for other in group.mesh.places if other != group.place})
         said, all_launches = [words], [own]
-        for other, arrived in group.mesh.finish(key).items():
+        for other, arrived in _peers_of(group.mesh).finish(key, look).items():
             said.append(unpack_words(arrived[:WORDS_BYTES]))
             all_launches.append(unpack_launches(arrived[WORDS_BYTES:], self._ranks[other]))
         agreed = agree(said, self._experts.active, group.number, self._idle_limit)
@@ -202,6 +211,23 @@ class GraphSteps:
             # On the steps' stream: those under way keep the table that they have.
             part.tables.put(self._experts.find_table(at), group.place, part.pool)
         return merge_launches(all_launches), group.latch(agreed)
+
+    def _tell_ended(self, group: GroupWorker, tell: Callable[[], None]) -> bool:
+        """Tells of steps that have ended, between words; whether others are under way.
+
+        Raises:
+            StepVoid: one does not count, so those behind it do not, nor the step that is agreed on.
+            DeviceError: the device has failed.
+        """
+        while self._pipeline and self._pipeline.has_ended:
+            first = self._pipeline.first
+            if word := self._pipeline.wait(first):
+                assert first.group is not None
+                raise self._blame(group, word, first.group)
+            tell()
+            if group.mesh is None:
+                raise DeviceError("a step that was under way has failed")
+        return bool(self._pipeline)
 
     def _give_up(self, group: GroupWorker, broken: MeshBroken) -> None:
         group.note_broken(broken)

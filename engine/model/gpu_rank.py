@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from engine.config import RankConfig, model_directory
+from engine.errors import ConfigError
 from engine.model.device_grouping import DeviceGrouping, open_device_grouping, open_device_parts
 from engine.model.device_loads import DeviceLoads
 from engine.model.device_slots import DeviceSlotPool, DeviceSource
@@ -25,12 +26,12 @@ from engine.model.ops import Ops
 from engine.model.passes import StepRunner
 from engine.model.peer_memory import SharedMemory, allocate
 from engine.model.pipeline import Pipeline
-from engine.model.shapes import load_shape
+from engine.model.shapes import ModelShape, load_shape
 from engine.model.step_forward import Peers
 from engine.model.step_loading import PROMPT_ROWS, Report, activations, load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
-from kernels.mailbox import Mailbox, MailboxLayout
+from kernels.mailbox import LEAST_LAYERS, MOST_ROWS, Mailbox, MailboxLayout
 
 ALONE = 0
 """The membership of a rank that has met nobody."""
@@ -130,19 +131,11 @@ def load_gpu_group(
         peers: in place of the kernels' exchange, for tests.
 
     Raises:
-        ConfigError: see `load_step_model` and `open_device_parts`.
+        ConfigError: see `load_step_model` and `open_device_parts`; or the mailbox takes no such steps.
         DeviceError: there is no memory that peers could map.
         EngineError, OSError: the socket can not be bound.
     """
-    shape = load_shape(model_directory(config.model))
-    layout = MailboxLayout(
-        ranks=config.group,
-        layers=shape.num_layers,
-        capacity=max(config.limits.decode_rows, *prompt_rows),
-        hidden=shape.hidden,
-        top_k=shape.top_k,
-        dtype=activations(config),
-    )
+    layout = _lay_out(config, load_shape(model_directory(config.model)), max(prompt_rows))
     limit_s = config.limits.exchange_s
     parts, close = open_device_parts(config, device)
     try:
@@ -169,3 +162,20 @@ def load_gpu_group(
         raise
     grouping = open_device_grouping(config, parts, close, mesh_address, connect, share)
     return model, info, GpuGroup(grouping, exchange, share, limit_s, model.dense_bytes)
+
+
+def _lay_out(config: RankConfig, shape: ModelShape, prompt_rows: int) -> MailboxLayout:
+    """The mailbox of a rank. Raises ConfigError if there is none for its steps."""
+    rows, layers = config.limits.decode_rows, shape.num_layers
+    if rows > MOST_ROWS:
+        raise ConfigError(f"limits.decode_rows {rows} is more than a rank of a group on GPUs may have ({MOST_ROWS})")
+    if layers < LEAST_LAYERS:
+        raise ConfigError(f"a model of {layers} layer can not be in a group on GPUs (at least {LEAST_LAYERS})")
+    return MailboxLayout(
+        ranks=config.group,
+        layers=layers,
+        capacity=max(rows, prompt_rows),
+        hidden=shape.hidden,
+        top_k=shape.top_k,
+        dtype=activations(config),
+    )

@@ -23,6 +23,7 @@ from engine.model.dispatch import Dispatch, Mesh
 from engine.model.exchange import MeshBroken
 from engine.model.expert_slots import Prepared, TorchExpertSlots
 from engine.model.passes import Job, Progress, StepRunner
+from transport.timed_queue import TimedQueue
 
 Connect = Callable[[Membership, int, Callable[[], bool]], Mesh]
 """(membership, own place, whether it is still wanted) to a mesh; raises MeshBroken, also when it is not wanted."""
@@ -36,7 +37,7 @@ class Signal(enum.Enum):
     CLOSE = "no more jobs"
 
 
-Jobs = queue.SimpleQueue[Job | Signal]
+Jobs = TimedQueue[Job | Signal]
 
 
 class StepVoid(MeshBroken):

@@ -333,7 +333,7 @@ def copy_plan(plan: StepPlan) -> Job:
             positions=rows.positions,
             tokens=rows.tokens,
             tables=rows.roster.tables,
-            widths=np.array([len(pages) for pages in rows.roster.pages]),
+            widths=rows.roster.widths,
             sampling=rows.roster.sampling,
             ends=rows.roster.ends,
             drafts=plan.drafts,

@@ -15,7 +15,6 @@ from torch import Tensor
 from engine.model.ahead_weights import AheadWeights
 from engine.model.ops import Ops
 from engine.model.shapes import ModelShape
-from engine.model.step_forward import Peers
 from engine.model.step_weights import StepWeights
 from kernels.forms import PairSums, Plane, StepRows
 
@@ -36,10 +35,9 @@ class Entered:
     combination: Tensor
     low: Tensor
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order in which they are made of."""
-        return self.streams, self.post, self.combination, self.low
+    def pick(self, rows: Tensor, ops: Ops) -> Entered:
+        """Only these rows; int32[picked]."""
+        return Entered(*ops.pick_rows(rows, (self.streams, self.post, self.combination, self.low)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +68,6 @@ class StepAhead:
         window: Plane,
         arena: Tensor,
         ops: Ops,
-        *,
-        peers: Peers | None = None,
     ) -> None:
         """All are borrowed.
 
@@ -82,8 +78,6 @@ class StepAhead:
             window: where its records are.
             arena: uint8, written by every call.
             ops: implementation of the operations.
-            peers: the other ranks' rows where its experts are spread over a group; its layer has the number behind the
-                target's.
         """
         self._shape = shape
         self._target = target
@@ -91,7 +85,6 @@ class StepAhead:
         self._window = window
         self._arena = arena
         self._ops = ops
-        self._peers = peers
 
     def enter(self, streams: Tensor, tokens: Tensor, rows: StepRows) -> Entered:
         """Write the window records of slots.
@@ -128,26 +121,22 @@ class StepAhead:
         query = ops.prepare_queries(query, rows.positions, turns, shape.norm_eps if shape.norms_query else None)
         mixed = ops.attend(query, layer.sink, turns, rows, self._arena, self._window, shape.window)
         output = ops.linear(ops.grouped_linear(mixed.flatten(1), layer.out_groups, shape.o_groups), layer.out)
-        number = shape.num_layers
-        own = (None, None) if self._peers is None else self._peers.own(number, rows.rows)
         streams, x, post, combination, _ = ops.connect(
-            entered.streams, output, entered.post, entered.combination, layer.enter_mixture, out=own[0]
+            entered.streams, output, entered.post, entered.combination, layer.enter_mixture
         )
-        sums, ids = self._mix(x, rows, own[1])
+        sums, ids = self._mix(x, rows)
         streams, hidden = ops.collapse_head(streams, sums, post, combination, self._weights.collapse)
         logits = ops.linear(hidden, self._target.head, torch.float32)
         return Predicted(logits, ops.likeliest(logits), streams, ids)
 
-    def _mix(self, x: Tensor, rows: StepRows, out: tuple[Tensor, Tensor] | None) -> tuple[PairSums | Tensor, Tensor]:
-        """What adds up to the mixture's output, and the choices."""
+    def _mix(self, x: Tensor, rows: StepRows) -> tuple[PairSums, Tensor]:
+        """What adds up to the mixture's output, and the choices. All experts are here, in a group, too."""
         ops, shape, layer, slots = self._ops, self._shape, self._weights.layer, self._weights.slots
         if slots is None:
             raise ValueError("a rank without the experts of the layer that predicts ahead can not draft")
         shared = ops.linear(ops.gated_linear(x, layer.shared_up, shape.clamp), layer.shared_down)
         ids, shares = ops.route(
-            x, layer.gate, layer.bias, None, shape.top_k, shape.routed_scale, None, rows.positions, out=out
-        )
-        peers, number = self._peers, shape.num_layers
-        joined = (x, ids, shares) if peers is None else peers.join(number, x, ids, shares)
-        sums: PairSums = ops.multiply_pairs(*joined, layer.expert_to_slot, slots, shape.clamp, shared)
-        return sums if peers is None else peers.give_back(number, sums), ids
+            x, layer.gate, layer.bias, None, shape.top_k, shape.routed_scale, None, rows.positions
+        )  # fmt: skip
+        sums: PairSums = ops.multiply_pairs(x, ids, shares, layer.expert_to_slot, slots, shape.clamp, shared)
+        return sums, ids

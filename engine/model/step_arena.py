@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ class StepArena:
         at, ids = (torch.from_numpy(np.ascontiguousarray(column)).to(self.bytes.device) for column in (slabs, tokens))
         self.last_tokens[at] = ids.int()
 
-    def note_sampled(self, slabs: Ints, tokens: Ints) -> None:
+    def note_sampled(self, slabs: Ints, tokens: npt.NDArray[np.integer[Any]]) -> None:
         """The host knows now what the device has had since those were sampled."""
         self._sampled[slabs] = tokens
 

@@ -19,7 +19,7 @@ from engine.errors import DeviceError
 from engine.model.ahead_weights import AheadWeights
 from engine.model.draft_sizes import DraftSizes
 from engine.model.drafting import Pick, Proposal
-from engine.model.graph import StepGraph
+from engine.model.graph import StepGraph, pool_of
 from engine.model.kv import SPARE_ROWS
 from engine.model.ops import Ops
 from engine.model.rows import RowBatch
@@ -126,7 +126,8 @@ class StepDrafter:
         streams = self._streams.unflatten(1, (self._shape.num_streams, self._shape.hidden))
         for count in sizes_up_to(min(self.draft_rows, decode_rows)) if self.draft_rows and not self.is_grouped else ():
             step = ProposeStep(self._layer, streams, self._target.embed.dtype, count, self.drafts)
-            self._proposals[count] = step, StepGraph(step) if self._device.type == "cuda" else None
+            graph = StepGraph(step, pool_of(self._arena.bytes)) if self._device.type == "cuda" else None
+            self._proposals[count] = step, graph
         for count in sizes_up_to(max(decode_rows, self.draft_rows * (1 + self.drafts))):
             slabs = np.zeros(count, np.int64)
             rows = self._rows(slabs, slabs - 1)
@@ -153,8 +154,9 @@ class StepDrafter:
     def see_prompt(self, streams: Tensor | None, row: int) -> None:
         """The next prompt's rows have run; `row` of the last step's was the last."""
         assert streams is not None
-        # Not to the slab yet: a pass that breaks off and runs again reads what was there before.
-        self._last.append(streams[row].float())
+        # Not to the slab yet: a pass that breaks off and runs again reads what was there before. A copy also of what is
+        # float32 already: the next prompt's graph writes the same memory.
+        self._last.append(streams[row].to(torch.float32, copy=True))
 
     def see_prompts(self, batch: RowBatch) -> None:
         """A pass of prompts begins."""

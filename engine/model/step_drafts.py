@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import Ops
-from engine.model.step_ahead import Entered, Predicted, StepAhead
+from engine.model.step_ahead import Predicted, StepAhead
 from engine.model.step_forward import StepForward, StepOutputs
 from kernels.forms import DraftState, StepRows, StreamPlace
 
@@ -80,7 +80,7 @@ class DraftStep:
             if rounds:
                 entered = ahead.enter(rounds[-1].streams, rounds[-1].greedy, rows)
             else:
-                entered = Entered(*ops.pick_rows(judged.last, entered.tables))
+                entered = entered.pick(judged.last, ops)
             rounds.append(ahead.predict(entered, rows))
         if rounds:
             ops.keep_drafts(torch.stack([each.greedy for each in rounds]), self.told, judged, state)

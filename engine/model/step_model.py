@@ -9,26 +9,30 @@ or of padding only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.model.envelope import Envelope, Words
 from engine.model.fused import Mixture
 from engine.model.kv import SPARE_ROWS
 from engine.model.launches import Launches, Turns
 from engine.model.ops import Ops
+from engine.model.records import Records
 from engine.model.rows import RowBatch
 from engine.model.shapes import ModelShape
 from engine.model.staging import Staging
 from engine.model.step_arena import StepArena
 from engine.model.step_drafter import StepDrafter
-from engine.model.step_forward import Peers, StepOutputs, StepSize
+from engine.model.step_forward import Peers, StepForward, StepOutputs, StepSize
+from engine.model.step_greedy import GreedyStep, SizedGreedy
 from engine.model.step_shared import open_step
 from engine.model.step_sized import SizedStep, sizes_up_to
 from engine.model.step_weights import StepWeights
+from kernels.forms import DraftState
 
 Ints = npt.NDArray[np.int64]
 
@@ -83,15 +87,24 @@ class StepModel:
         pages = -(-max_tokens // records.page_tokens)
         branches = arena.bytes.device.type == "cuda"
 
-        def make(size: StepSize, *, staged: bool) -> SizedStep[StepOutputs]:
-            layout = records.staged() if staged else records
+        def open_one(size: StepSize, layout: Records) -> StepForward:
             others = None if peers is None else peers(size.rows)
-            step = open_step(shape, weights, layout, arena.bytes, ops, size, peers=others, branches=branches)
+            return open_step(shape, weights, layout, arena.bytes, ops, size, peers=others, branches=branches)
+
+        def make(size: StepSize, *, staged: bool) -> SizedStep[StepOutputs]:
+            step = open_one(size, records.staged() if staged else records)
             if drafter is not None and staged:
                 return SizedStep(step, drafter.follow_prompt(step))
             return SizedStep(step, step)
 
-        self._decodes = {count: make(StepSize(count, 1, pages), staged=False) for count in sizes_up_to(decode_rows)}
+        # What steps of all sizes share; where slabs stand is told, so only their tokens are read again.
+        last = arena.last_tokens
+        state = DraftState(torch.full_like(last, -1), last, torch.zeros_like(last), last.new_zeros((len(last), 0)))
+        self._decodes = {
+            count: SizedGreedy(GreedyStep(open_one(StepSize(count, 1, pages), records), state, ops))
+            for count in sizes_up_to(decode_rows)
+        }
+        self._most_rows = max(self._decodes)
         self._prompts = {
             count: make(StepSize(1, count, pages, read_span=SPARE_ROWS), staged=True) for count in prompt_rows
         }
@@ -147,44 +160,25 @@ class StepModel:
     @property
     def most_rows(self) -> int:
         """Of one position each, in a step."""
-        return max(self._decodes)
+        return self._most_rows
 
-    def step_greedily(self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints) -> Tensor:
+    def step_greedily(
+        self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints, envelope: Envelope, *, goes_on: bool = False
+    ) -> Words:
         """Enqueues a step of one row for each slab, and keeps the likeliest ids as what the slabs sampled last.
 
         Args:
             tokens: int64[n], -1 for what the slab sampled last.
             positions, slabs: int64[n].
             tables: int64[n, pages].
+            envelope: for this step; out until the result has been read.
+            goes_on: see `SizedGreedy.launch`.
 
         Returns:
-            int64[n] on the host, the likeliest ids, once the device has come so far.
+            int32[n, BEST + 1] on the host, see `kernels.forms.Judged`, once the device has come so far.
         """
-        count = len(slabs)
-        sized = self._find_decode(count)
-        rows = sized.step.size.rows
-        columns = np.zeros((4, rows), np.int32)
-        columns[0], columns[1], columns[3] = -1, -1, len(self.arena.last_tokens) - 1
-        for line, column in zip(columns, (tokens, positions, slabs, slabs), strict=True):
-            line[:count] = column
-        told, places, used, cells = self._send(columns)
-        last = self.arena.last_tokens
-        # Rows of padding have some token; nobody looks at what comes of it.
-        sized.step.tokens.copy_(torch.where(told >= 0, told, last.index_select(0, cells)))
-        sized.step.rows.positions.copy_(places)
-        sized.step.rows.slabs.copy_(used)
-        sized.set_tables(tables, self._send)
-        best = sized.replay().greedy
-        last.index_copy_(0, cells.long(), best.int())
-        host = torch.empty(rows, dtype=torch.int64, pin_memory=best.device.type == "cuda")
-        host.copy_(best, non_blocking=True)
-        return host[:count]
-
-    def _send(self, column: npt.NDArray[np.int32]) -> Tensor:
-        """To the device without waiting. Torch keeps the host's copy until it has been read."""
-        device = self.arena.bytes.device
-        host = torch.from_numpy(column)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        sized = self._find_decode(len(slabs))
+        return sized.launch(tokens, positions, slabs, tables, envelope, goes_on=goes_on)
 
     def forward_prompt(self, batch: RowBatch, *, last: bool, wanted: Sequence[int] | None = None) -> Tensor:
         """See `RowModel`."""
@@ -203,7 +197,7 @@ class StepModel:
             event.synchronize()
 
     def _decode(self, batch: RowBatch, asked: Ints) -> Tensor:
-        outputs = self._find_decode(batch.sequences).run(batch.ids, batch.positions, batch.slabs, batch.tables)
+        outputs = self._find_decode(batch.sequences).run(batch.ids, batch.positions, batch.slabs, batch.tables).outputs
         if self.drafter is not None:
             self.drafter.see_rows(batch, outputs.streams, np.arange(batch.rows))
         if np.array_equal(asked, np.arange(len(outputs.logits))):
@@ -228,9 +222,9 @@ class StepModel:
         self.drafter.see_rows(batch, outputs.streams, places)
         return self._pick(outputs.logits, places[asked])
 
-    def _find_decode(self, count: int) -> SizedStep[StepOutputs]:
+    def _find_decode(self, count: int) -> SizedGreedy:
         """The step for so many sequences; in a group, of as many rows as were agreed."""
-        return self._decodes[self._size(self._decodes, max(count, self.take_turn()))]
+        return self._decodes[min(_round_up(max(count, self.take_turn())), self._most_rows)]
 
     def take_turn(self) -> int:
         """In a group, launches the pieces of prompts in front of the step that decodes; the rows agreed for that one.
@@ -251,7 +245,7 @@ class StepModel:
         return [min(most, length - start) for start in range(0, length, most)]
 
     @staticmethod
-    def _size(sizes: Mapping[int, SizedStep[StepOutputs]], rows: int) -> int:
+    def _size(sizes: Collection[int], rows: int) -> int:
         return next(size for size in sorted(sizes) if size >= rows)
 
     def _read_prompt(self, batch: RowBatch, sequence: int, asked: Ints, logits: Tensor, places: Ints) -> None:
@@ -281,3 +275,8 @@ class StepModel:
 
     def _pick(self, logits: Tensor, rows: Ints) -> Tensor:
         return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+
+
+def _round_up(rows: int) -> int:
+    """To a power of two: what steps are made for, but for the largest."""
+    return 1 << max(rows - 1, 0).bit_length()

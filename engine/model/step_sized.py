@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.model.graph import Outputs, Step, StepGraph
+from engine.model.graph import Outputs, Step, StepGraph, pool_of
 from engine.model.step_forward import StepForward
 
 Ints = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class SizedStep(Generic[Outputs]):
         """
         self.step = step
         self.whole = whole
-        self._graph = StepGraph(whole) if step.arena.device.type == "cuda" else None
+        self.graph = StepGraph(whole, pool_of(step.arena)) if step.arena.device.type == "cuda" else None
         self._tables: Ints | None = None
 
     def run(self, tokens: Ints, positions: Ints, slabs: Ints, tables: Ints) -> Outputs:
@@ -45,30 +45,36 @@ class SizedStep(Generic[Outputs]):
         inputs[0, : len(tokens)], inputs[1, : len(positions)] = tokens, positions
         used = np.zeros(step.size.sequences, np.int32)
         used[: len(slabs)] = slabs
-        step.tokens.copy_(self._send(inputs[0]))
-        step.rows.positions.copy_(self._send(inputs[1]))
-        step.rows.slabs.copy_(self._send(used))
-        self.set_tables(tables, self._send)
+        step.tokens.copy_(self.send(inputs[0]))
+        step.rows.positions.copy_(self.send(inputs[1]))
+        step.rows.slabs.copy_(self.send(used))
+        self.set_tables(tables, self.send)
         if step.readers is not step.rows:
             step.readers.tables.copy_(step.rows.tables.expand_as(step.readers.tables))
         return self.replay()
 
-    def set_tables(self, tables: Ints, send: Callable[[npt.NDArray[np.int32]], Tensor]) -> None:
+    def set_tables(self, tables: Ints, send: Callable[[Ints], Tensor]) -> None:
         """The pages of the next steps; where they are the same object as before, they are there already. Those past the
-        longest sequence are left out."""
+        longest sequence are left out, and so as they were: nobody reads them.
+
+        Args:
+            tables: int64[sequences, pages], never written again.
+            send: int32, the same where the device can read it until it has.
+        """
         if tables is self._tables:
             return
-        size = self.step.size
-        table = np.zeros((size.sequences, size.pages), np.int32)
-        table[: len(tables), : tables.shape[1]] = tables[:, : size.pages]
-        self.step.rows.tables.copy_(send(table))
+        held = self.step.rows.tables
+        count, width = len(tables), min(tables.shape[1], held.shape[1])
+        with torch.inference_mode():
+            held[:count, :width].copy_(send(tables[:, :width]), non_blocking=True)
         self._tables = tables
 
-    def _send(self, column: npt.NDArray[np.int32]) -> Tensor:
-        """To the device behind what is enqueued, without waiting for it. Torch keeps the host's copy as long."""
-        host, device = torch.from_numpy(column), self.step.arena.device
+    def send(self, column: npt.NDArray[np.int32] | Ints) -> Tensor:
+        """int32, to the device behind what is enqueued, without waiting for it. Torch keeps the host's copy as long."""
+        host, device = torch.from_numpy(np.ascontiguousarray(column, np.int32)), self.step.arena.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
+    @torch.inference_mode()
     def run_padding(self) -> None:
         """The step with no rows: what it brings is for others."""
         self.step.rows.positions.fill_(-1)
@@ -76,7 +82,7 @@ class SizedStep(Generic[Outputs]):
 
     def replay(self) -> Outputs:
         """The step with the inputs that it has."""
-        return self.whole.run() if self._graph is None else self._graph.replay()
+        return self.whole.run() if self.graph is None else self.graph.replay()
 
 
 def sizes_up_to(rows: int) -> list[int]:

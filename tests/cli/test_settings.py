@@ -22,9 +22,18 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from engine.keys import KEYS, VARIABLE_TO_NAME, config_schema, parse_duration, parse_size
-from engine.settings import ConfigProblems, Resolved, default_runtime_directory, resolve_config, runtime_directory
+from engine.settings import (
+    MOST_GROUP_ROWS,
+    ConfigProblems,
+    Resolved,
+    default_runtime_directory,
+    resolve_config,
+    runtime_directory,
+)
+from kernels.mailbox import MOST_ROWS
 
 MODEL = str(Path(__file__).parent.parent / "oracle" / "v41-tiny")
+GPU_GROUP = "device='cuda'\npools.prefill={ranks=2, group=2}"
 
 
 def resolve(
@@ -99,6 +108,8 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("fabric = 'tcpp'", ":1: fabric: 'tcpp' is not one of auto, nixl, tcp; did you mean 'tcp'?"),
         ("device = 'cuda'\nfabric = 'tcp'", ":2: fabric: tcp carries host memory only"),
         ("device = 'cuda'\n[draft]\ntokens = 2", ":3: draft.tokens: on device = \"cuda\" only a layer"),
+        ("device = 'cuda'\n[draft]\ntokens = 2", "this model has a block drafter, whose passes no step there runs; wr"),
+        ("device = 'cuda'\nreplay_rows = 8", ":2: replay_rows: 8 rows would leave the others out of the layers past"),
         ("kv_dtype = 'fp8'", ":1: kv_dtype: 'fp8' is for device = \"cuda\""),
         ("load_format = 'dummy'", ":1: load_format: 'dummy' is for device = \"cuda\""),
         ("[pools.decode]\ngroup = 2", ":2: pools.decode.group: a pool of 1 does not divide into groups of 2; give"),
@@ -107,6 +118,10 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
         ("[pools.decode]\ngroup = 0", ":2: pools.decode.group: 0 is out of range; the least is 1"),
         ("replay_rows=8\n[pools.decode]\nranks=2\ngroup=2", ":1: replay_rows: 8 rows would run through fewer layers"),
         ("limits.exchange_s=5\n[pools.decode]\nranks=2\ngroup=2", ":1: limits.exchange_s: must be above"),
+        ("limits.step_s=9\n[pools.decode]\nranks=2\ngroup=2", "exchange_s: 10 s must be below limits.step_s (9 s), or"),
+        ("limits.decode_rows=4096\n" + GPU_GROUP, ":1: limits.decode_rows: 4096 rows are more than a rank of a group"),
+        ("limits.prefill_chunk_tokens=10240\n" + GPU_GROUP, "limits.exchange_s: 10 s must be more than the longest st"),
+        ("limits.prefill_chunk_tokens=10240\n" + GPU_GROUP, "of limits.prefill_chunk_tokens (10240) may take 10.24 s"),
         ("[experts.main]\nmode='autoo'", ":2: experts.main.mode: 'autoo' is not one of off, manual, auto"),
         ("[experts.main]\nmin_gain='200us/step'", ":2: experts.main.min_gain: '200us/step' is not a duration"),
         ("[experts.draft]\nspare = 3", ":2: unknown key 'experts.draft.spare'; did you mean 'experts.draft"),
@@ -125,6 +140,26 @@ def test_every_limit_can_be_set_in_its_own_unit(tmp_path):
 )  # fmt: skip
 def test_a_problem_names_its_place_and_what_to_write(tmp_path, text, says):
     assert any(says in problem for problem in problems_of(write(tmp_path, text))), problems_of(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "limits.prefill_chunk_tokens=9984\n" + GPU_GROUP,
+        "limits={prefill_chunk_tokens=10240, exchange_s=11}\n" + GPU_GROUP,
+        # Prompts of a rank alone hold nobody up, and on a CPU ranks exchange in each layer.
+        "limits.prefill_chunk_tokens=10240\ndevice='cuda'\npools.decode={ranks=2, group=2}",
+        "limits={prefill_chunk_tokens=10240, decode_rows=4096}\npools.prefill={ranks=2, group=2}",
+        "limits.decode_rows=4095\n" + GPU_GROUP,
+        "limits.decode_rows=4096\ndevice='cuda'",
+    ],
+)
+def test_limits_of_groups_on_gpus_are_theirs_alone(tmp_path: Path, text: str) -> None:
+    assert resolve(write(tmp_path, text)).config.limits
+
+
+def test_rows_of_a_group_are_as_many_as_flags_can_tell() -> None:
+    assert MOST_GROUP_ROWS == MOST_ROWS
 
 
 def test_both_architectures_run_on_gpus_in_formats_that_their_entries_can_have() -> None:

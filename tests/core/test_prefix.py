@@ -225,6 +225,23 @@ def test_a_remembered_conversation_has_the_digests_of_a_new_one(asked: list[tupl
         assert len(remembering) <= 3 and 0 <= remembering.num_bytes <= 4 * 60
 
 
+def test_digests_of_a_new_prompt_are_made_as_far_as_they_are_asked_for() -> None:
+    tree, fingerprints, seen = PrefixTree(T), Fingerprints(T), SeenPages()
+    known, new = pack(list(range(100 * T))), pack([7] * 100 * T)
+    seen.add(fingerprints.digest(known, ""))
+    tree.insert(fingerprints.digest(known, ""), known, 100 * T, 0, range(100), 0)
+    lazy = fingerprints.digest(new, "")
+    assert tree.find(lazy, new, 100 * T) == (None, 0) and seen.count(lazy) == 0
+    assert len(lazy) == 101 and len(lazy._made) <= 2
+    mixed = pack([*range(30 * T), *[7] * 70 * T])
+    lazy = fingerprints.digest(mixed, "")
+    assert tree.find(lazy, mixed, 100 * T)[1] == seen.count(lazy) == 30
+    assert len(lazy._made) <= 33
+    lazy.reach(50)
+    assert len(lazy._made) == 51 and lazy.follow(mixed) == fingerprints.digest(mixed, "")
+    assert lazy[-1] == [*lazy][100] == lazy[98:200][2] and lazy[::-50] == [lazy[100], lazy[50], lazy[0]]
+
+
 def test_a_salt_makes_all_pages_others() -> None:
     one, other = (Fingerprints(T).digest(pack(list(range(3 * T))), salt) for salt in ("", "a"))
     assert len(one) == len(other) == 4 and not set(one) & set(other)

@@ -21,9 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.model.look_times import LookTimes
+
 STEPS = 100
 NAP_S = 1e-4
-"""Of `engine.model.device.LOOK_S`."""
+"""Of `engine.model.look_times.LOOK_S`."""
 NEAR_S = 2e-5
 EARLY_NS = 60_000
 """Before the expected end a way that expects it begins to look."""
@@ -93,7 +95,26 @@ def spin(steps: Steps) -> tuple[Callable[[int], None], Wait]:
 
 
 def query(steps: Steps) -> tuple[Callable[[int], None], Wait]:
-    """As the worker of a device does: an event, and naps in its queue of jobs."""
+    """As the worker of a device did: an event, and naps in its queue of jobs."""
+    return _query(steps, lambda _: NAP_S, lambda _: None)
+
+
+def guess(steps: Steps) -> tuple[Callable[[int], None], Wait]:
+    """As the worker of a device does: the same, with longer naps while the end is far."""
+    times, since = LookTimes(), time.monotonic()
+
+    def ended(_: int) -> None:
+        nonlocal since
+        now = time.monotonic()
+        times.note(1, now - since)
+        since = now
+
+    return _query(steps, lambda _: times.find_wait(1, time.monotonic() - since, 1.0), ended)
+
+
+def _query(
+    steps: Steps, find_nap: Callable[[int], float], ended: Callable[[int], None]
+) -> tuple[Callable[[int], None], Wait]:
     events: dict[int, torch.cuda.Event] = {}
     jobs: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -105,9 +126,10 @@ def query(steps: Steps) -> tuple[Callable[[int], None], Wait]:
         event = events.pop(number)
         while not event.query():
             try:
-                jobs.get(timeout=NAP_S)
+                jobs.get(timeout=find_nap(number))
             except queue.Empty:
                 continue
+        ended(number)
 
     return launched, wait
 
@@ -159,6 +181,7 @@ def call_back(steps: Steps) -> tuple[Callable[[int], None], Wait]:
 WAYS: dict[str, Way] = {
     "spinning": spin,
     "event, looked at each 100 us": query,
+    "event, looked at as LookTimes says": guess,
     "event, blocking": block,
     "flag in pinned memory, looked at from shortly before": expect,
     "host function": call_back,

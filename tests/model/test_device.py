@@ -175,7 +175,7 @@ async def test_the_loop_runs_while_a_step_computes(checkpoint: Path) -> None:
     chunk = PrefillChunk(1, 0, 0, memoryview(ids.astype("<i4").tobytes()), (1, 2, 3, 4), Sampling())
     ticket = device.submit(StepPlan(1, (chunk,), ()))
     turns = 0
-    while not ticket.done.is_set():
+    while not ticket.is_done:
         await trio.lowlevel.checkpoint()
         turns += 1
     assert turns > 1

@@ -15,13 +15,14 @@ import trio
 from engine.core.group import Membership, PartPlacement
 from engine.core.placement import lay_out
 from engine.core.plan import IDLE_STEP, StepPlan
-from engine.errors import GroupBroken
+from engine.errors import ConfigError, GroupBroken
 from engine.model.device import StepTicket, TorchDevice
-from engine.model.exchange import MeshBroken
+from engine.model.exchange import Key, Mesh, MeshBroken
 from engine.model.expert_slots import TorchExpertSlots
 from engine.model.gpu_rank import GpuGroup, load_gpu_group
 from engine.model.ops import reference_ops
 from engine.model.pipeline import Pipeline
+from kernels.mailbox import FAILED, MOST_ROWS
 from tests.model.gpu_rank_cases import rank_config
 from tests.model.paged_cases import small_v4_config, write_checkpoint
 from tests.model.plain_rows import PlainRows
@@ -68,6 +69,62 @@ async def run_both(devices: Sequence[TorchDevice]) -> list[tuple[int, ...]]:
 async def wait_until(is_so: threading.Event) -> None:
     with trio.fail_after(20):
         assert await trio.to_thread.run_sync(is_so.wait, 20)
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+async def test_a_step_that_ends_while_words_are_waited_for_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_void: bool
+) -> None:
+    """The other rank says nothing of the next step until the first one was told. `is_void`: that is told, too."""
+    torch.set_num_threads(1)
+    write_checkpoint(tmp_path, config=small_v4_config())
+    device, other = open_rank(tmp_path, 0), open_rank(tmp_path, 1)
+    may_end, waits = threading.Event(), threading.Event()
+    late = device._pipeline
+    assert late is not None
+    finish = Mesh.finish
+
+    def watched(mesh: Mesh, key: Key, *look: object) -> dict[int, memoryview]:
+        if key[0] == 1:
+            waits.set()
+        return finish(mesh, key, *look)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Pipeline, "has_ended", property(lambda found: found is not late or may_end.is_set()))
+    monkeypatch.setattr(Mesh, "finish", watched)
+    with trio.fail_after(30):
+        await join_both((device, other), tmp_path, 1)
+        first, theirs = (each.submit(NOTHING) for each in (device, other))
+        await other.wait(theirs)
+        second = device.submit(NOTHING)
+        await wait_until(waits)
+        if is_void:
+            failure = late.first.failure
+            assert failure is not None
+            failure[0] = FAILED | 1 << 52
+        may_end.set()
+        # Well below `limits.exchange_s`, after which the wait for words would end.
+        with trio.fail_after(5):
+            if is_void:
+                with pytest.raises(GroupBroken, match="sent no rows in the dispatch of layer 0"):
+                    await device.wait(first)
+            else:
+                result = await device.wait(first)
+                assert result.group is not None and result.group[:2] == (1, 0) and not second.is_done
+        if not is_void:
+            for each, ticket in ((other, other.submit(NOTHING)), (device, second)):
+                result = await each.wait(ticket)
+                assert result.group is not None and result.group[:2] == (1, 1)
+        for each in (device, other):
+            await each.aclose()
+
+
+def test_more_rows_than_a_mailbox_takes_are_refused_by_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config=small_v4_config())
+    with pytest.raises(ConfigError, match=rf"limits\.decode_rows {MOST_ROWS + 1} .*\({MOST_ROWS}\)"):
+        load_gpu_group(
+            rank_config(tmp_path, 2, decode_rows=MOST_ROWS + 1), lambda *_: None, torch.device("cpu"), place=0,
+            mesh_address=str(tmp_path / "mesh"),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_missed", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 import trio
 
 from engine.config import Limits, RankConfig
-from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from engine.core.plan import DecodeRow, DecodeRows, PrefillChunk, StepPlan, StepResult, build_roster
 from engine.errors import DeviceError
 from engine.model.device import TorchDevice
 from engine.model.ops import reference_ops
 from engine.model.pipeline import Pipeline
+from engine.model.step_greedy import SizedGreedy
 from engine.model.step_loading import load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
@@ -256,3 +258,82 @@ async def test_what_is_under_way_ends_before_the_device_closes(
     await device.aclose()
     with trio.fail_after(20):
         assert [len((await device.wait(ticket)).row_tokens) for ticket in tickets] == [2, 2]
+
+
+async def test_steps_in_a_busy_device_s_queue_keep_what_each_was_told(
+    loaded: tuple[StepModel, DeviceInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tokens, places and tables for each: nothing that the device still has to read is written again."""
+    model, info = loaded
+    turned = (DecodeRow(1, 1, 14, 9, PAGES[1], GREEDY), DecodeRow(0, 0, 22, 8, PAGES[0], GREEDY))
+    plans = [
+        rows(10, [20, 12], (GREEDY, GREEDY), (5, 6)),
+        rows(11, [21, 13], (GREEDY, GREEDY), (7, None)),
+        StepPlan(12, (), turned),
+        StepPlan(13, (), (DecodeRow(0, 0, 23, None, PAGES[0], GREEDY),)),
+        rows(14, [24, 15], (GREEDY, GREEDY), (None, 4)),
+    ]
+    launch = Pipeline.launch
+
+    def launch_late(pipeline: Pipeline, *given: Any) -> None:
+        if model.arena.bytes.device.type == "cuda":
+            torch.cuda._sleep(CYCLES // 4)
+        launch(pipeline, *given)
+
+    found = []
+    for is_busy in (False, True):
+        model.arena.poison()
+        device = start(model, info)
+        await fill(device)
+        if is_busy:
+            monkeypatch.setattr(Pipeline, "launch", launch_late)
+        tickets, told = collections.deque[Any](), []
+        for plan in plans:
+            tickets.append(device.submit(plan))
+            if len(tickets) > is_busy:
+                told.append([*(await device.wait(tickets.popleft())).row_tokens])
+        told += [[*(await device.wait(ticket)).row_tokens] for ticket in tickets]
+        found.append(told)
+        await device.aclose()
+    assert found[0] == found[1] and [len(line) for line in found[0]] == [2, 2, 2, 1, 2]
+
+
+async def test_a_step_behind_one_of_the_same_rows_is_told_nothing(
+    loaded: tuple[StepModel, DeviceInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And brings what it would bring if it were told all; also behind one that the host has drawn, and a new start."""
+    model, info = loaded
+    greedy = build_roster(np.arange(2), np.arange(2), PAGES, (GREEDY, GREEDY))
+    drawn = dataclasses.replace(greedy, sampling=(DRAWN, GREEDY))
+    unknown = np.full(2, -1)
+    launch = SizedGreedy.launch
+    told: list[int] = []
+
+    def note(sized: SizedGreedy, *given: Any, goes_on: bool = False) -> Any:
+        told.append(0 if goes_on and sized._going_on is given[2] else 1 if goes_on else 2)
+        return launch(sized, *given, goes_on=goes_on)
+
+    monkeypatch.setattr(SizedGreedy, "launch", note)
+    texts = []
+    for is_on in (False, True):
+        told.clear()
+        if is_on:
+            monkeypatch.undo()
+            monkeypatch.setattr(SizedGreedy, "launch", note)
+        else:
+            monkeypatch.setattr(Pipeline, "_goes_on", lambda *_: False)
+        model.arena.poison()
+        device = start(model, info)
+        first = np.array(await fill(device))
+        text, tickets = [], collections.deque[Any]()
+        for number, roster in enumerate([greedy] * 4 + [drawn] + [greedy] * 6):
+            tokens = first if number in (0, 8) else unknown
+            positions = np.array([len(ids) for ids in PROMPTS]) + number
+            tickets.append(device.submit(StepPlan(10 + number, (), DecodeRows(roster, positions, tokens))))
+            if len(tickets) == 2:
+                text.append([*(await device.wait(tickets.popleft())).row_tokens])
+        text += [[*(await device.wait(ticket)).row_tokens] for ticket in tickets]
+        texts.append(text)
+        await device.aclose()
+    assert texts[0] == texts[1]
+    assert told == [2, 1, 0, 0, 2, 1, 0, 2, 1, 0]

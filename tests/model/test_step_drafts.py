@@ -21,14 +21,13 @@ from engine.model.device import TorchDevice
 from engine.model.ops import Ops, reference_ops
 from engine.model.pipeline import Pipeline
 from engine.model.rows import RowBatch
-from engine.model.step_ahead import StepAhead
+from engine.model.step_ahead import Entered
 from engine.model.step_drafter import StepDrafter
-from engine.model.step_forward import PeerRows
 from engine.model.step_loading import load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
 from kernels import reference
-from kernels.forms import DraftState, Judged, StepRows, Weight
+from kernels.forms import DraftState, Judged, Weight
 from tests.model.paged_cases import Source, random_ids, random_model, write_checkpoint
 from tests.model.speculation_cases import Host, Request, run_host
 from tests.model.step_cases import write_agreeing_checkpoint
@@ -200,6 +199,23 @@ def test_proposals_and_the_ring_are_those_of_the_cpu(
     assert (streams - truth.model.arena.streams[truth.sequence.slab]).abs().max() < LIMIT
 
 
+def test_the_streams_at_a_prompts_end_outlive_the_next_prompt(drafting: StepModel) -> None:
+    """A graph writes those of both into the same memory, also where they are float32 already."""
+    drafter, shape, device = drafting.drafter, drafting.shape, drafting.arena.bytes.device
+    assert drafter is not None and drafting.arena.records.streams is not None
+    ones, slabs = np.ones((2, 1), np.int64), np.array([1, 3])
+    streams = torch.zeros((2, shape.num_streams, shape.hidden), device=device)
+    drafter.see_prompts(RowBatch(slabs, np.zeros(2, np.int64), ones, ones))
+    for number in range(2):
+        streams.fill_(10 + number)
+        drafter.see_prompt(streams, 1)
+    drafter.keep(None, np.full(2, -1))
+    place = drafting.arena.records.streams
+    for number, slab in enumerate(slabs.tolist()):
+        found = windows(drafting.arena.bytes, place.data, place.stride, slab, 1, shape.stream_width)
+        assert (found == 10 + number).all()
+
+
 def test_a_prefill_rank_keeps_the_context_without_experts(checkpoint: Path, drafting: StepModel) -> None:
     """Its slab, pushed, is one that a decode rank drafts from."""
     device = drafting.arena.bytes.device.type
@@ -217,31 +233,11 @@ def test_a_prefill_rank_keeps_the_context_without_experts(checkpoint: Path, draf
     assert got[0] == wanted[0] and torch.equal(got[1], wanted[1])
 
 
-def test_rows_of_other_ranks_pass_the_layers_experts_beside_the_own_ones(drafting: StepModel) -> None:
-    """Its layer has the number behind the target's; own rows get what they get alone."""
-    shape, drafter, generator = drafting.shape, drafting.drafter, torch.Generator().manual_seed(2)
-    assert drafter is not None
-    target, weights, device = drafter._target, drafter._layer._weights, drafting.arena.bytes.device
-    own, number, k = 3, shape.num_layers, shape.top_k
-    ids = torch.randint(shape.num_experts, (number + 1, 5, k), generator=generator, dtype=torch.int32).sort(-1).values
-    shares = torch.rand((number + 1, 5, k), generator=generator)
-    others = PeerRows(torch.randn((5, shape.hidden), generator=generator).to(device), ids.to(device), shares.to(device))
-    streams = torch.randn((own, shape.num_streams, shape.hidden), generator=generator).to(device)
-    tokens = torch.tensor([5, 6, 7], device=device)
-    rows = StepRows(
-        torch.tensor([0, 0, -1], dtype=torch.int32, device=device),
-        torch.arange(own, dtype=torch.int32, device=device),
-        torch.zeros((own, 1), dtype=torch.int32, device=device),
-        1,
-    )
-    found = []
-    for peers in (None, others):
-        records, ops, memory = drafting.arena.records, drafter._ops, drafting.arena.bytes
-        layer = StepAhead(shape, target, weights, records.stages[0], memory, ops, peers=peers)
-        found.append(layer.predict(layer.enter(streams, tokens, rows), rows))
-    assert torch.equal(found[0].ids, found[1].ids) and torch.equal(others.ids[number, :own], found[0].ids)
-    assert (found[0].ids[2] == -1).all()
-    assert torch.equal(found[0].logits[:2], found[1].logits[:2])
+def test_rows_are_picked_with_all_that_they_bring() -> None:
+    tables = [torch.randn(shape) for shape in ((5, 4, 8), (5, 4), (5, 4, 4), (5, 6))]
+    found = Entered(*tables).pick(torch.tensor([3, 0], dtype=torch.int32), reference_ops())
+    for got, table in zip((found.streams, found.post, found.combination, found.low), tables, strict=True):
+        assert torch.equal(got, table[[3, 0]])
 
 
 def test_both_halves_of_the_entrance_keep_their_scales() -> None:
