@@ -142,8 +142,9 @@ def test_bfloat16_stays_near_float32_where_no_choice_is_close(golden, name, auto
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = forward(weights, model.shape, ids, engram=model.tables).logits[0]
     difference = logits - want
-    # The limits that independent bf16 forwards of these weights meet on these cases.
-    assert difference.abs().max() <= 0.5
+    # The limits that independent bf16 forwards of these weights meet on these cases; the largest single one depends on
+    # where a processor's bf16 products round, and was below 0.5 on one kind and 0.53 on another.
+    assert difference.abs().max() <= 0.6
     assert difference.abs().mean() <= 0.05
     assert (difference.square().mean() / want.square().mean()).sqrt() <= 0.04
     clear = model.cases["wide60.margin"] > 0.5
