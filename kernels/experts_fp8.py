@@ -14,7 +14,6 @@ float32. So the result differs from bf16's by less than bf16's rounding, and doe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.chips import count_multiprocessors, is_hopper
 from kernels.experts_pairs import group_many
 from kernels.experts_products import multiply_tiles_kernel
 from kernels.experts_tiles import group_tiles_kernel
@@ -74,7 +74,7 @@ def fits(x: Tensor, slots: SlotWeights) -> bool:
         slots.is_mxfp4
         and x.dtype == torch.bfloat16
         and x.device.type == "cuda"
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
         and all(columns % STAGE == 0 and columns >= 4 * STAGE for columns in (hidden, width))
         and all(part.data_ptr() % 16 == 0 and part.stride(0) % 16 == 0 for part in _parts(slots))
     )
@@ -117,16 +117,6 @@ def choose_grouping(rows: int, hidden: int) -> Grouping:
     return Grouping(1, part, 8) if rows <= 128 else Grouping(triton.cdiv(rows, 256), part, 8, 80)
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _parts(slots: SlotWeights) -> list[Tensor]:
     return [part for part in (slots.up, slots.up_scale, slots.down, slots.down_scale) if part is not None]
 
@@ -151,9 +141,9 @@ def multiply(
     inner = torch.empty((most * width // 32, tile, 64), dtype=torch.uint8, device=device)
     inner_scale = torch.empty((most, width // BLOCK, tile), dtype=torch.float32, device=device)
     partial = torch.empty((rows, places, hidden), dtype=torch.float32, device=device)
-    programs = min(most * (width // half), _multiprocessors(device) * config.programs)
+    programs = min(most * (width // half), count_multiprocessors(device) * config.programs)
     knows = early and rows <= tile and count <= MOST_PAIRS_KNOWN
-    own_items = min(programs, _multiprocessors(device)) if knows else 0
+    own_items = min(programs, count_multiprocessors(device)) if knows else 0
     if count > MOST_PAIRS_COUNTED:
         group_many(
             x, ids, expert_to_slot, pairs, tiles, progress, split, split_scale, own_items, tile=tile, early=early

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts_tiles import split_factors
+from kernels.experts_tiles import split_columns, split_factors
 
 CHUNK = 256
 """Pairs of a program; at least one for each thread: a histogram counts what several threads hold several times."""
@@ -150,13 +150,7 @@ def split_rows_kernel(
         factor, scale = split_factors(tl.max(bits, 0))
         for part in tl.static_range(parts):
             value = tl.load(source + part * PART).to(tl.float32) * factor
-            # See `group_tiles_kernel`: words' even columns make one word of a tile, odd ones another.
-            value = tl.permute(tl.reshape(value, (PART // 8, 4, 2)), (0, 2, 1))
-            high = value.to(tl.float8e4nv)
-            low = (value - high.to(tl.float32)).to(tl.float8e4nv)
-            word = part * (PART // 8) + tl.arange(0, PART // 8)
-            at = (word // 4 * (TILE * 64) + word % 4 * 4)[:, None, None]
-            at = at + (tl.arange(0, 2) * 16)[None, :, None] + tl.arange(0, 4)[None, None, :]
+            high, low, at = split_columns(value, part, PART, TILE)
             for p in tl.static_range(PLACES):
                 target = tl.load(targets + row * PLACES + p)
                 if target >= 0:

@@ -78,14 +78,7 @@ def group_tiles_kernel(
                     largest = tl.max(whole.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
                     factor, scale = split_factors(largest)
                     value = tl.load(x + row * x_stride + part * PART + tl.arange(0, PART)).to(tl.float32) * factor
-                    # Words of the weights are eight columns: the even ones of a word make one word of a tile, the odd
-                    # ones another.
-                    value = tl.permute(tl.reshape(value, (PART // 8, 4, 2)), (0, 2, 1))
-                    high = value.to(tl.float8e4nv)
-                    low = (value - high.to(tl.float32)).to(tl.float8e4nv)
-                    word = part * (PART // 8) + tl.arange(0, PART // 8)
-                    at = (word // 4 * (TILE * 64) + word % 4 * 4)[:, None, None]
-                    at = at + (tl.arange(0, 2) * 16)[None, :, None] + tl.arange(0, 4)[None, None, :]
+                    high, low, at = split_columns(value, part, PART, TILE)
                     for p in tl.static_range(PLACES):
                         pair = row * PLACES + p
                         own = tl.load(ids + pair)
@@ -111,3 +104,18 @@ def split_factors(largest):
     exponent = tl.maximum((largest >> 23) - 7, 8)
     scale = tl.where(largest >= 0x7F800000, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
     return ((254 - exponent) << 23).to(tl.float32, bitcast=True), scale
+
+
+@triton.jit
+def split_columns(value, part, PART: tl.constexpr, TILE: tl.constexpr):
+    """(high, low, where they go in a tile of which this is the first row's place) of part `part` of a row.
+
+    value: float32[PART], times 1 / s. Words of the weights are eight columns: the even ones of a word make one word of
+    a tile, the odd ones another.
+    """
+    value = tl.permute(tl.reshape(value, (PART // 8, 4, 2)), (0, 2, 1))
+    high = value.to(tl.float8e4nv)
+    low = (value - high.to(tl.float32)).to(tl.float8e4nv)
+    word = part * (PART // 8) + tl.arange(0, PART // 8)
+    at = (word // 4 * (TILE * 64) + word % 4 * 4)[:, None, None]
+    return high, low, at + (tl.arange(0, 2) * 16)[None, :, None] + tl.arange(0, 4)[None, None, :]

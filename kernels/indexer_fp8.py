@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -11,9 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.chips import count_multiprocessors, is_hopper
 from kernels.choice import EACH
 from kernels.forms import Plane, StepRows
-from kernels.indexer_products import group_rows
 from kernels.indexer_scores import score_keys_kernel
 
 BLOCK, WIDTH = 64, 128
@@ -32,7 +31,6 @@ class Cut:
         most: heads of a product, at most.
         loads: keys pass through registers on their way to the matrix unit.
         holds: heads' weights stay in registers.
-        piped: where a block of keys is two products, one is added up while the unit has the other.
     """
 
     stages: int = 4
@@ -41,7 +39,6 @@ class Cut:
     most: int = 128
     loads: bool = False
     holds: bool = True
-    piped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +84,8 @@ def fits(
         and (arena.data_ptr() + keys.data) % 16 == keys.stride % 16 == 0
         # Heads that are prepared beside have a power of two of channels.
         and (attention is None or attention[0].shape[2] in (256, 512))
-        and _is_hopper(query.device)
+        and is_hopper(query.device)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_keys(
@@ -124,7 +111,7 @@ def score_keys(
     capacity = triton.cdiv(pages * keys.rows, BLOCK) * BLOCK
     scores = torch.empty((total, capacity), dtype=torch.float32, device=query.device)
     maxima = torch.empty((total, triton.cdiv(capacity // EACH, 16) * 16), dtype=torch.float32, device=query.device)
-    programs = min(cut.programs * _multiprocessors(query.device), sequences * capacity // BLOCK)
+    programs = min(cut.programs * count_multiprocessors(query.device), sequences * capacity // BLOCK)
     own, eps, prepared = attention if attention is not None else (query, None, query)
     tile = 2048 // own.shape[2]
     preparers = total * triton.cdiv(own.shape[1], tile) if attention is not None else 0
@@ -138,7 +125,6 @@ def score_keys(
         share.stride(0), sequences, pages, capacity, maxima.stride(0), share_scale, TURNED=turns.shape[1] * 2,
         RATIO=ratio, TOP_K=top_k, SEQUENCES=triton.next_power_of_2(sequences), SPAN=rows.span, HEADS=heads,
         PAGE=keys.rows, STAGES=cut.stages, MOST=cut.most, SPLIT=config.split, LOADS=cut.loads, HOLDS=cut.holds,
-        PIPED=cut.piped and len(group_rows(rows.span, heads, cut.most)) == 2,
         EARLY=early, PREPARED_HEADS=own.shape[1] if attention is not None else 0, PREPARED_WIDTH=own.shape[2],
         PREPARED_TILE=tile, PREPARED_NORM=eps is not None, launch_pdl=early, num_warps=4, maxnreg=cut.registers,
     )  # fmt: skip

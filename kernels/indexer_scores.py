@@ -19,7 +19,6 @@ from kernels.indexer_products import (
     group_rows,
     item_of,
     products_layout,
-    score_in_pairs,
     score_in_turn,
 )
 from kernels.indexer_queries import prepare_heads, prepare_queries
@@ -58,7 +57,7 @@ def score_keys_kernel(
     query_stride, share_stride, sequences, pages, capacity, maxima_stride, share_scale,
     TURNED: gl.constexpr, RATIO: gl.constexpr, TOP_K: gl.constexpr, SEQUENCES: gl.constexpr, SPAN: gl.constexpr,
     HEADS: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, SPLIT: gl.constexpr,
-    LOADS: gl.constexpr, HOLDS: gl.constexpr, PIPED: gl.constexpr, EARLY: gl.constexpr, PREPARED_HEADS: gl.constexpr,
+    LOADS: gl.constexpr, HOLDS: gl.constexpr, EARLY: gl.constexpr, PREPARED_HEADS: gl.constexpr,
     PREPARED_WIDTH: gl.constexpr, PREPARED_TILE: gl.constexpr, PREPARED_NORM: gl.constexpr,
 ):  # fmt: skip
     """See `kernels.indexer`. MOST: heads of a product, at most. LOADS: keys pass through registers.
@@ -150,16 +149,9 @@ def score_keys_kernel(
         for g in gl.static_range(LAST + 1):
             if HOLDS:
                 factors = factors + (weights[g].load(gl.SliceLayout(0, products_layout(GROUPS[g] * HEADS))),)
-        if PIPED:
-            turn = score_in_pairs(
-                keys, bars, buffers, buffers3, highs, lows, weights, factors, limits, powers, powers_stride, power_0,
-                power_1, power_2, table, page, page_later, key, block, count, final, turn, row, scores, maxima,
-                capacity, maxima_stride, GROUPS, HEADS, PAGE, STAGES, SPLIT, LOADS, HOLDS,
-            )  # fmt: skip
-        else:
-            turn = score_in_turn(
-                keys, bars, buffers, buffers3, highs, lows, weights, factors, limits, powers, powers_stride, power_0,
-                power_1, power_2, table, page, page_later, key, block, count, final, turn, row, scores, maxima,
-                capacity, maxima_stride, GROUPS, HEADS, PAGE, STAGES, SPLIT, LOADS, HOLDS,
-            )  # fmt: skip
+        turn = score_in_turn(
+            keys, bars, buffers, buffers3, highs, lows, weights, factors, limits, powers, powers_stride, power_0,
+            power_1, power_2, table, page, page_later, key, block, count, final, turn, row, scores, maxima,
+            capacity, maxima_stride, GROUPS, HEADS, PAGE, STAGES, SPLIT, LOADS, HOLDS,
+        )  # fmt: skip
         begin += count

@@ -6,14 +6,13 @@ all other products, and more rows.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.chips import count_multiprocessors, is_hopper
 from kernels.forms import Weight
 from kernels.streamed_products import streamed_kernel, streamed_pair_kernel
 from kernels.tickets import tickets_of
@@ -52,7 +51,7 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, groups: int = 1) -> None:
     slices, padded = _slices(weight), _padded(rows)
     tiles = height // TILE
     # As many tiles for each program as for any other.
-    places = _multiprocessors(x.device)
+    places = count_multiprocessors(x.device)
     programs = tiles * slices if slices > 1 else triton.cdiv(tiles, triton.cdiv(tiles, places))
     partials, tickets = _meeting_place(weight, out, slices, padded)
     kept = _kept_blocks(width // slices, padded)
@@ -99,7 +98,7 @@ def _is_taken(x: Tensor, weight: Weight, groups: int = 1) -> bool:
         x.device.type == "cuda"
         and 0 < x.shape[0] <= MOST_ROWS
         and x.dtype == torch.bfloat16
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
         and _is_aligned(x)
         and weight.data.is_contiguous()
         and weight.data.data_ptr() % 16 == 0
@@ -118,16 +117,6 @@ def _is_taken(x: Tensor, weight: Weight, groups: int = 1) -> bool:
         and weight.scale.is_contiguous()
         and (groups == 1 or _slices(weight) > 1)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _is_aligned(x: Tensor) -> bool:

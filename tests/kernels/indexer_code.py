@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from triton.experimental.gluon import language as gl
 
 from kernels.indexer_fp8 import choose_cut
-from kernels.indexer_products import group_rows
 from kernels.indexer_scores import score_keys_kernel
 from tests.kernels.device_code import _compile
 
@@ -31,7 +30,7 @@ def compile_scores(heads: int, span: int, split: bool = True) -> dict[str, int]:
     constants = {
         "TURNED": 64, "RATIO": 128 // heads, "TOP_K": 512, "SEQUENCES": 16, "SPAN": span, "HEADS": heads, "PAGE": 128,
         "STAGES": cut.stages, "MOST": cut.most, "SPLIT": split, "LOADS": cut.loads, "HOLDS": cut.holds,
-        "PIPED": cut.piped and len(group_rows(span, heads, cut.most)) == 2, "EARLY": True, "PREPARED_HEADS": 64,
+        "EARLY": True, "PREPARED_HEADS": 64,
         "PREPARED_WIDTH": 512, "PREPARED_TILE": 4, "PREPARED_NORM": True,
     }  # fmt: skip
     types = {

@@ -137,7 +137,6 @@ def test_bits_depend_on_no_cut(shape: int, device: torch.device) -> None:
         indexer_fp8.Cut(programs=1, registers=255),
         indexer_fp8.Cut(programs=2, registers=255, stages=3, loads=True),
         indexer_fp8.Cut(programs=2, registers=255, most=64, holds=False),
-        indexer_fp8.Cut(programs=2, registers=255, piped=True),
     ]
     first, *others = (scores_of(inputs, ratio, with_unit(cut=cut)) for cut in cuts)
     for r, position in enumerate(itertools.chain(*positions)):
