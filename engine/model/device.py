@@ -117,6 +117,8 @@ class TorchDevice:
         self._read_checksums = read_checksums or BlockReader(model.arena.block_runs()).checksums
         self._queued = 0
         self._failure: str | None = None
+        # What the loop has heard of it: until then it submits, and the step says why it failed.
+        self._told_failure: str | None = None
         self._closed = False
         self._runner = StepRunner(model, info, proposer, rejects=rejects, grammars=grammars)
         self._pipeline = Pipeline(model, info, self._runner.decoder) if isinstance(model, StepModel) else None
@@ -159,8 +161,8 @@ class TorchDevice:
         """
         if self._closed:
             raise DeviceError(f"step {plan.step} was submitted to a closed device")
-        if self._failure is not None:
-            raise DeviceError(f"step {plan.step} can not run: {self._failure}")
+        if self._told_failure is not None:
+            raise DeviceError(f"step {plan.step} can not run: {self._told_failure}")
         if self._queued >= QUEUE_DEPTH:
             raise LocalProtocolError(f"step {plan.step} would be a third queued step (limit {QUEUE_DEPTH})")
         job, ticket = copy_plan(plan), StepTicket(plan.step)
@@ -340,6 +342,7 @@ class TorchDevice:
 
     def _finish(self, ticket: StepTicket) -> None:
         self._queued -= 1
+        self._told_failure = ticket.failure
         ticket.is_done = True
         ticket.news.set()
 
