@@ -249,7 +249,7 @@ def attend(
     Raises:
         ValueError: records that it has no tiles for.
     """
-    count, heads, width = query.shape
+    heads, width = query.shape[1:]
     config = config or choose_config(heads, query.dtype, ring.format)
     plane = ring if entries is None else entries
     if (ring.format, ring.width, ring.rope) != (plane.format, plane.width, plane.rope) or width != ring.width:
@@ -259,7 +259,26 @@ def attend(
         raise ValueError(f"fp8 records need at most 8 whole groups of {SCALE_CHANNELS} scaled channels, found {ring}")
     if ring.format == "fp8" and config.keys < LEAST_FP8_KEYS:
         raise ValueError(f"fp8 records need tiles of at least {LEAST_FP8_KEYS} keys, found {config.keys}")
+    if _padded(ring) > 512 or ring.rope > 64:
+        raise ValueError(f"records have at most 448 channels and 64 rotated ones, found {ring}")
     out = torch.empty_like(query)
+    for own, part in rows.parts():
+        chosen = None if selected is None else selected[own]
+        _launch(query[own], sink, turns, part, arena, ring, plane, window, entries, ratio, chosen, config, out[own])
+    return out
+
+
+def _padded(ring: Plane) -> int:
+    """Channels of a record as whole chunks, those that are rotated in one of their own."""
+    return 64 * max(2, triton.next_power_of_2(math.ceil((ring.width - ring.rope) / 64) + 1))
+
+
+def _launch(
+    query: Tensor, sink: Tensor, turns: Tensor, rows: StepRows, arena: Tensor, ring: Plane, plane: Plane, window: int,
+    entries: Plane | None, ratio: int, selected: Tensor | None, config: Config, out: Tensor,
+) -> None:  # fmt: skip
+    """Fills `out`."""
+    count, heads, width = query.shape
     top_k = selected.shape[1] if selected is not None else 0
     pages = rows.tables.shape[1]
     capacity = window
@@ -278,9 +297,7 @@ def attend(
         "SELECTS": selected is not None, "TOP_K": top_k, "HAS_ENTRIES": entries is not None, "KEYS": config.keys,
         "LEAST": LEAST_TILES,
     }  # fmt: skip
-    padded = 64 * max(2, triton.next_power_of_2(math.ceil(still / 64) + 1))
-    if padded > 512 or ring.rope > 64:
-        raise ValueError(f"records have at most 448 channels and 64 rotated ones, found {ring}")
+    padded = _padded(ring)
     whole = arena[: arena.numel() // 8 * 8]
     dot = tl.float32 if INTERPRETED or query.dtype == torch.float32 else tl.bfloat16
     _attend_kernel[(count * groups, parts)](
@@ -299,4 +316,3 @@ def attend(
     if parts > 1:
         sizes |= {"spread": config.spread, "single": config.single}
         add(partial, stats, sink, turns, rows.positions, out, overlaps=config.overlaps, sizes=sizes)
-    return out

@@ -173,6 +173,16 @@ def select_and_rank(
     """
     if size * count < top_k:
         raise ValueError(f"{count} blocks of {size} entries hold fewer than the {top_k} that are selected")
+    parts = rows.parts()
+    if len(parts) > 1:
+        found = [
+            select_and_rank(
+                query[own], share[own], turns, ratio, top_k, part, arena, keys, size, count, share_scale
+            )
+            for own, part in parts
+        ]  # fmt: skip
+        entries, kept = (torch.cat(columns) for columns in zip(*found, strict=True))
+        return entries, kept
     scores, maxima = indexer.score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale)
     total, capacity = scores.shape
     # Read in rows of 32.

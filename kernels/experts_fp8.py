@@ -40,6 +40,8 @@ MOST_PAIRS_COUNTED = 2048
 
 MANY_PAIRS_EACH = 40
 """Pairs of an expert from which on one large tile is faster than several, each of which unpacks the weights anew."""
+SOME_PAIRS_EACH = 20
+"""The same of tiles half as large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,8 @@ def choose_config(rows: int, each: float = 0.0) -> Config:
     """
     if each >= MANY_PAIRS_EACH:
         return Config(tile=64, warps=8, stages=3, programs=1)
+    if each >= SOME_PAIRS_EACH:
+        return Config(tile=32, warps=8, stages=3, programs=2)
     if rows <= 8:
         return Config(warps=8, stages=4, programs=2)
     return Config() if rows <= 256 else Config(tile=16, stages=3, programs=3)

@@ -16,6 +16,11 @@ RecordFormat = Literal["fp8", "bf16", "fp32"]
 
 SCALE_CHANNELS = 64
 """Channels of an fp8 entry that share one scale."""
+READ_ROWS = 512
+"""Rows that one launch of what reads the arena takes, as a prompt has more of them: its scores and partial results grow
+with rows and context."""
+UNIT_INDEX_HEADS = 256
+"""Index heads of all rows of a sequence that the fp8 matrix unit's scores are made for."""
 LARGEST_SLOT_SCALE = 192
 """Largest e8m0 byte, 2^65, that the experts' products take as it is; whoever fills slots has to look."""
 
@@ -95,6 +100,19 @@ class StepRows:
     def rows(self) -> int:
         """All rows, padding included."""
         return int(self.positions.shape[0])
+
+    def parts(self) -> list[tuple[slice, StepRows]]:
+        """Whole sequences, up to READ_ROWS rows of them in each part; which rows these are, and themselves."""
+        each = max(READ_ROWS // self.span, 1)
+        if len(self.slabs) <= each:
+            return [(slice(None), self)]
+        found = []
+        for first in range(0, len(self.slabs), each):
+            sequences = slice(first, first + each)
+            rows = slice(first * self.span, (first + each) * self.span)
+            own = StepRows(self.positions[rows], self.slabs[sequences], self.tables[sequences], self.span)
+            found.append((rows, own))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -361,8 +361,13 @@ def select_entries(
     Returns:
         int32[R, top_k], ascending; -1 in the places that stay empty, which come last.
     """
-    scores, maxima = score_entries(query, share, turns, ratio, top_k, rows, arena, keys, share_scale, config=config)
-    return choice.choose_entries(scores, ratio, top_k, rows, maxima, config=config.choice)
+    found = []
+    for own, part in rows.parts():
+        scores, maxima = score_entries(
+            query[own], share[own], turns, ratio, top_k, part, arena, keys, share_scale, config=config
+        )
+        found.append(choice.choose_entries(scores, ratio, top_k, part, maxima, config=config.choice))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def prepare_and_select(
@@ -382,10 +387,14 @@ def prepare_and_select(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.prepare_and_select`: the attention's heads are prepared beside the scoring."""
     prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    scores, maxima = score_entries(
-        index_query, share, turns, ratio, top_k, rows, arena, keys, share_scale, (query, eps, prepared), config=config
-    )
-    return prepared, choice.choose_entries(scores, ratio, top_k, rows, maxima, config=config.choice)
+    found = []
+    for own, part in rows.parts():
+        scores, maxima = score_entries(
+            index_query[own], share[own], turns, ratio, top_k, part, arena, keys, share_scale,
+            (query[own], eps, prepared[own]), config=config,
+        )  # fmt: skip
+        found.append(choice.choose_entries(scores, ratio, top_k, part, maxima, config=config.choice))
+    return prepared, found[0] if len(found) == 1 else torch.cat(found)
 
 
 def score_entries(

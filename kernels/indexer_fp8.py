@@ -12,12 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.chips import count_multiprocessors, is_hopper
 from kernels.choice import EACH
-from kernels.forms import Plane, StepRows
+from kernels.forms import UNIT_INDEX_HEADS, Plane, StepRows
 from kernels.indexer_scores import score_keys_kernel
 
 BLOCK, WIDTH = 64, 128
-MOST_HEADS = 256
-"""Of all rows of a sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,7 @@ def fits(
         and query.shape[2] == keys.width == keys.data_bytes == WIDTH
         and query.shape[1] in (32, 64)
         # More were not measured yet.
-        and query.shape[1] * span <= MOST_HEADS
+        and query.shape[1] * span <= UNIT_INDEX_HEADS
         and keys.rows % BLOCK == 0
         and keys.scale_bytes == 4
         and (arena.data_ptr() + keys.data) % 16 == keys.stride % 16 == 0

@@ -28,7 +28,7 @@ from engine.model.peer_memory import SharedMemory, allocate
 from engine.model.pipeline import Pipeline
 from engine.model.shapes import ModelShape, load_shape
 from engine.model.step_forward import Peers
-from engine.model.step_loading import PROMPT_ROWS, Report, activations, load_step_model
+from engine.model.step_loading import Report, activations, choose_prompt_rows, load_step_model
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
 from kernels.mailbox import LEAST_LAYERS, MOST_ROWS, Mailbox, MailboxLayout
@@ -119,7 +119,7 @@ def load_gpu_group(
     poison: bool = False,
     connect: Connect | None = None,
     ops: Ops | None = None,
-    prompt_rows: tuple[int, ...] = PROMPT_ROWS,
+    prompt_rows: tuple[int, ...] = (),
     peers: Callable[[Mailbox, int], Peers] = NvlinkRows,
 ) -> tuple[StepModel, DeviceInfo, GpuGroup]:
     """As `load_step_model`, of a rank of a group.
@@ -135,6 +135,7 @@ def load_gpu_group(
         DeviceError: there is no memory that peers could map.
         EngineError, OSError: the socket can not be bound.
     """
+    prompt_rows = prompt_rows or choose_prompt_rows(config)
     layout = _lay_out(config, load_shape(model_directory(config.model)), max(prompt_rows))
     limit_s = config.limits.exchange_s
     parts, close = open_device_parts(config, device)

@@ -26,8 +26,9 @@ from engine.model.rows import RowBatch
 from engine.model.shapes import ModelShape
 from engine.model.step_ahead import Entered, StepAhead
 from engine.model.step_arena import StepArena
-from engine.model.step_drafts import PromptSlots, ProposeStep
+from engine.model.step_drafts import ProposeStep
 from engine.model.step_forward import Peers, StepForward
+from engine.model.step_prompt import PromptSlots
 from engine.model.step_sized import sizes_up_to
 from engine.model.step_weights import StepWeights
 from kernels.forms import StepRows

@@ -1,4 +1,4 @@
-"""DraftStep: a step that verifies drafts and makes the next. ProposeStep: drafts alone. PromptSlots: their context.
+"""DraftStep: a step that verifies drafts and makes the next. ProposeStep: drafts alone.
 
 All are sequences of launches over static buffers, as `StepForward` is, so a graph holds all of one. What a step needs
 of the one before it is on the device, by slab: where the sequence stands, its last token, its drafts. So a host that
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model.ops import Ops
 from engine.model.step_ahead import Predicted, StepAhead
-from engine.model.step_forward import StepForward, StepOutputs
+from engine.model.step_forward import StepForward
 from kernels.forms import DraftState, StepRows, StreamPlace
 
 TOLD = 5
@@ -122,26 +122,3 @@ class ProposeStep:
             streams, tokens = predicted.streams, predicted.greedy
             found.append(tokens)
         return torch.stack(found)
-
-
-class PromptSlots:
-    """A step of a prompt's rows, after which the layer that predicts ahead has a window record of each of them.
-
-    Attributes:
-        nexts: int32[rows], input: the token after each row, -1 where nobody knows it yet; no record is made there.
-    """
-
-    def __init__(self, step: StepForward, ahead: StepAhead) -> None:
-        """Borrows both, of the same arena's private block."""
-        self._step = step
-        self._ahead = ahead
-        self.nexts = torch.full_like(step.tokens, -1)
-
-    @torch.inference_mode()
-    def run(self) -> StepOutputs:
-        """Enqueue the step."""
-        outputs, rows = self._step.run(), self._step.rows
-        assert outputs.streams is not None
-        positions = rows.positions.masked_fill(self.nexts < 0, -1)
-        self._ahead.enter(outputs.streams, self.nexts, StepRows(positions, rows.slabs, rows.tables, rows.span))
-        return outputs

@@ -66,6 +66,20 @@ class StepOutputs:
     streams: Tensor | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """What a step's layers leave; in a graph as `StepOutputs` has it.
+
+    Attributes:
+        hidden: A[rows, hidden], what the head multiplies.
+        ids, streams: see `StepOutputs`.
+    """
+
+    hidden: Tensor
+    ids: tuple[Tensor, ...]
+    streams: Tensor | None = None
+
+
 class Peers(Protocol):
     """The other ranks of a step: their rows go through this rank's experts, and its rows through theirs."""
 
@@ -214,6 +228,19 @@ class StepForward:
     @torch.inference_mode()
     def run(self) -> StepOutputs:
         """Enqueue a step: reads the inputs, writes the arena."""
+        passed = self.pass_layers()
+        logits = self.judge(passed.hidden)
+        return StepOutputs(logits, self._ops.likeliest(logits), passed.ids, passed.streams)
+
+    @torch.inference_mode()
+    def judge(self, hidden: Tensor) -> Tensor:
+        """float32[rows, vocab] of A[rows, hidden]: a row's logits."""
+        logits: Tensor = self._ops.linear(hidden, self._weights.head, torch.float32)
+        return logits
+
+    @torch.inference_mode()
+    def pass_layers(self) -> Passed:
+        """Enqueue a step without its head."""
         ops, weights = self._ops, self._weights
         chosen = []
         streams = ops.open_streams(self.tokens, weights.embed, self.shape.num_streams)
@@ -231,8 +258,7 @@ class StepForward:
             output, ids = self._mixture(layer, x, own[1])
             chosen.append(ids)
         streams, hidden = ops.collapse_head(streams, output, post, combination, weights.collapse)
-        logits = ops.linear(hidden, weights.head, torch.float32)
-        return StepOutputs(logits, ops.likeliest(logits), tuple(chosen), streams)
+        return Passed(hidden, tuple(chosen), streams)
 
     def run_with(self, ops: Ops) -> StepOutputs:
         """`run`, once, with other operations: such as compare or count."""

@@ -33,10 +33,23 @@ Report = Callable[[str, int, int, str], None]
 
 PROMPT_ROWS = (32, 256)
 """Rows of a prompt that steps have: products are bound by the bytes of weights below some 200 rows."""
+MOST_PROMPT_ROWS = 2048
+"""Rows of prompts on all ranks of a group that go through the experts together where prompts are all there is: experts
+are read once for all of them, and have no more rows than fill a tile of their products."""
 FORMATS: dict[str, RecordFormat] = {"float32": "fp32", "bfloat16": "bf16", "fp8": "fp8"}
 """Record formats by `kv_dtype`."""
 FORMAT_VERSION = 2
 """Raised when the meaning of bytes in a page or slab changes."""
+
+
+def choose_prompt_rows(config: RankConfig) -> tuple[int, ...]:
+    """Numbers of rows of a prompt that steps of a rank have, ascending: longer ones where it has nothing but prompts,
+    as far as its chunks are so long."""
+    rows = [*PROMPT_ROWS]
+    if config.role == "prefill":
+        while rows[-1] < config.limits.prefill_chunk_tokens and 2 * rows[-1] * config.group <= MOST_PROMPT_ROWS:
+            rows.append(2 * rows[-1])
+    return tuple(rows)
 
 
 def load_step_model(
@@ -46,7 +59,7 @@ def load_step_model(
     *,
     poison: bool = False,
     ops: Ops | None = None,
-    prompt_rows: tuple[int, ...] = PROMPT_ROWS,
+    prompt_rows: tuple[int, ...] = (),
     parts: Sequence[DevicePart] = (),
     peers: Callable[[int], Peers] | None = None,
     mesh_address: str = "",
@@ -59,7 +72,7 @@ def load_step_model(
         device: where to.
         poison: fill the arena with NaN, so that a test sees a read of something never written.
         ops: implementation of the operations; None for the device's.
-        prompt_rows: see `StepModel`.
+        prompt_rows: see `StepModel`; none for those of `choose_prompt_rows`.
         parts: of a rank of a group, its experts' slots and tables, borrowed; nothing need be in them yet.
         peers, mesh_address: of a rank of a group, see `StepModel` and `DeviceInfo`.
 
@@ -69,6 +82,7 @@ def load_step_model(
     """
     if (config.group > 1) != bool(parts):
         raise ValueError(f"a rank of a group of {config.group} has {len(parts)} parts of experts in slots")
+    prompt_rows = prompt_rows or choose_prompt_rows(config)
     directory = model_directory(config.model)
     shape = load_shape(directory)
     max_tokens = min(config.max_model_tokens or shape.max_length, shape.max_length)
@@ -130,7 +144,7 @@ def load_step_model(
         raise ConfigError(
             f"the model{_name_slots(parts)}, {config.num_pages} pages and {config.num_slabs} slabs"
             f" ({records.num_bytes / 2**30:.1f} GiB) do not fit {device}, which has {free:.1f} GiB left; lower"
-            " num_pages or limits.decode_rows"
+            f" num_pages or limits.{'prefill_chunk_tokens' if config.role == 'prefill' else 'decode_rows'}"
         ) from error
     info = DeviceInfo(
         name=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device),

@@ -27,14 +27,17 @@ from engine.model.shapes import ModelShape
 from engine.model.staging import Staging
 from engine.model.step_arena import StepArena
 from engine.model.step_drafter import StepDrafter
-from engine.model.step_forward import Peers, StepForward, StepOutputs, StepSize
+from engine.model.step_forward import Passed, Peers, StepForward, StepOutputs, StepSize
 from engine.model.step_greedy import GreedyStep, SizedGreedy
+from engine.model.step_prompt import PromptStep
 from engine.model.step_shared import open_step
 from engine.model.step_sized import SizedStep, sizes_up_to
 from engine.model.step_weights import StepWeights
-from kernels.forms import DraftState
+from kernels.forms import UNIT_INDEX_HEADS, DraftState
 
 Ints = npt.NDArray[np.int64]
+HEAD_ROWS = (1, 32, 64, 128)
+"""Numbers of rows for which the product with the head differs in how it is cut."""
 
 
 class StepModel:
@@ -91,10 +94,12 @@ class StepModel:
             others = None if peers is None else peers(size.rows)
             return open_step(shape, weights, layout, arena.bytes, ops, size, peers=others, branches=branches)
 
-        def make(size: StepSize, *, staged: bool) -> SizedStep[StepOutputs]:
-            step = open_one(size, records.staged() if staged else records)
-            if drafter is not None and staged:
-                return SizedStep(step, drafter.follow_prompt(step))
+        def read_prompt(count: int) -> SizedStep[Passed]:
+            step = open_one(StepSize(1, count, pages, read_span=read_span), records.staged())
+            return SizedStep(step, PromptStep(step) if drafter is None else drafter.follow_prompt(step))
+
+        def verify(count: int, span: int) -> SizedStep[StepOutputs]:
+            step = open_one(StepSize(count, span, pages), records)
             return SizedStep(step, step)
 
         # What steps of all sizes share; where slabs stand is told, so only their tokens are read again.
@@ -105,14 +110,16 @@ class StepModel:
             for count in sizes_up_to(decode_rows)
         }
         self._most_rows = max(self._decodes)
-        self._prompts = {
-            count: make(StepSize(1, count, pages, read_span=SPARE_ROWS), staged=True) for count in prompt_rows
-        }
+        read_span = _read_span(shape.index_heads)
+        self._prompts = {count: read_prompt(count) for count in prompt_rows}
+        for rows in HEAD_ROWS if prompt_rows and branches else ():
+            # Compiles what makes the logits of the rows of a prompt that are asked for.
+            self._prompts[prompt_rows[0]].step.judge(weights.embed.new_zeros((rows, shape.hidden)))
         self._staging = Staging(records, arena.bytes, shape.window)
         self._verifies: dict[int, SizedStep[StepOutputs]] = {}
         if drafter is not None and drafter.drafts and not drafter.is_grouped:
             span, most = 1 + drafter.drafts, min(drafter.draft_rows, decode_rows)
-            self._verifies = {count: make(StepSize(count, span, pages), staged=False) for count in sizes_up_to(most)}
+            self._verifies = {count: verify(count, span) for count in sizes_up_to(most)}
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch, wanted: Sequence[int] | None = None) -> Tensor:
@@ -262,19 +269,25 @@ class StepModel:
             positions = np.arange(start + done, start + done + part)
             if self.drafter is not None:
                 self.drafter.tell_nexts(size, ids[done + 1 : done + part + 1])
-            outputs = self._prompts[size].run(ids[done : done + part], positions, np.zeros(1, np.int64), table)
+            sized = self._prompts[size]
+            passed = sized.run(ids[done : done + part], positions, np.zeros(1, np.int64), table)
             here = np.flatnonzero((asked >= done) & (asked < done + part))
             if len(here):
-                logits[torch.from_numpy(places[here]).to(logits.device)] = self._pick(
-                    outputs.logits, asked[here] - done
-                )
+                judged = sized.step.judge(self._pick(passed.hidden, asked[here] - done))
+                logits[torch.from_numpy(places[here]).to(logits.device)] = judged
             done += part
             if done == count and self.drafter is not None:
-                self.drafter.see_prompt(outputs.streams, part - 1)
+                self.drafter.see_prompt(passed.streams, part - 1)
         self._staging.store(slab, start + count)
 
     def _pick(self, logits: Tensor, rows: Ints) -> Tensor:
         return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+
+
+def _read_span(index_heads: int) -> int:
+    """Rows of a prompt that what reads the arena takes together: as many as the fast scores of keys are made for."""
+    fitting = UNIT_INDEX_HEADS // max(index_heads, 1)
+    return min(SPARE_ROWS, 1 << max(fitting.bit_length() - 1, 0))
 
 
 def _round_up(rows: int) -> int:

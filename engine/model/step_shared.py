@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.model.ops import Ops
 from engine.model.records import Records
 from engine.model.shapes import ModelShape
-from engine.model.step_forward import Peers, StepForward, StepLayer, StepOutputs, StepSize
+from engine.model.step_forward import Passed, Peers, StepForward, StepLayer, StepSize
 from engine.model.step_weights import StepWeights
 from kernels.forms import IdRing, KeyProjection, PairSums, Pooling, RawRing
 
@@ -48,8 +48,8 @@ class SharingStep(StepForward):
         self._blocks: Tensor | None = None
 
     @torch.inference_mode()
-    def run(self) -> StepOutputs:
-        """Enqueue a step: reads the inputs, writes the arena."""
+    def pass_layers(self) -> Passed:
+        """See `StepForward`."""
         ops, weights, shape = self._ops, self._weights, self.shape
         chosen = []
         self._selected = self._blocks = None
@@ -78,8 +78,7 @@ class SharingStep(StepForward):
             output, ids = self._mixture(layer, x, own[1])
             chosen.append(ids)
         hidden = ops.connect(streams, output, post, combination, weights.collapse, pre)[1]
-        logits = ops.linear(hidden, weights.head, torch.float32)
-        return StepOutputs(logits, ops.likeliest(logits), tuple(chosen))
+        return Passed(hidden, tuple(chosen))
 
     def _read_memories(self) -> dict[int, Tensor]:
         """By layer A[rows, (streams + 1) * hidden], what its memory says to the step's ids."""

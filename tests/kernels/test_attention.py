@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import forms, reference
 from kernels.attention import Config, attend, choose_config
 from kernels.attention_splits import count_splits
 from kernels.forms import Plane, RecordFormat, StepRows
@@ -179,6 +179,13 @@ def test_a_row_does_not_depend_on_the_others(device):
         one = dataclasses.replace(layer, query=layer.query[r : r + 1].contiguous(), rows=rows)
         alone = attend(*one.arguments(), config=dataclasses.replace(SMALL, programs=64))
         assert torch.equal(alone[0], together[r])
+
+
+def test_many_rows_are_read_in_parts(monkeypatch, device):
+    layer = make_layer([30, 31, 41, 42, 7, -1, 55, 56, 3, 4], span=2, ratio=4, top_k=5, device=device)
+    whole = check(layer)
+    monkeypatch.setattr(forms, "READ_ROWS", 5)
+    assert torch.equal(attend(*layer.arguments()), whole)
 
 
 def test_room_for_splits_is_what_the_longest_rows_take():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import candidates, reference
+from kernels import candidates, forms, reference
 from kernels.forms import Plane, RecordFormat, StepRows
 from tests.kernels.test_indexer import Inputs, draw
 
@@ -62,6 +62,14 @@ def test_rows_do_not_meet(device: torch.device) -> None:
         assert torch.equal(own, found[part]) and torch.equal(own_kept, kept[part])
         own = candidates.select_among(*alone, own_kept, 4)
         assert torch.equal(own, limited[part])
+
+
+def test_many_rows_are_ranked_in_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    inputs = draw([[90, 91], [77, -1], [80, 81]], 1, torch.float32, "fp32", device, whole=False)
+    found, kept = candidates.select_and_rank(*arguments(inputs, 1, 8), 4, 5)
+    monkeypatch.setattr(forms, "READ_ROWS", 4)
+    again, kept_again = candidates.select_and_rank(*arguments(inputs, 1, 8), 4, 5)
+    assert torch.equal(found, again) and torch.equal(kept, kept_again)
 
 
 def test_too_few_blocks_are_refused(device: torch.device) -> None:

@@ -147,6 +147,7 @@ CONFIGS = {
     "256 weight rows": dataclasses.replace(BASE, rows=256, warps=8, programs=2),
     "large tiles, 8 warps": experts_fp8.Config(tile=16, warps=8, stages=4, programs=2),
     "many pairs of an expert": experts_fp8.choose_config(3072, 48),
+    "some pairs of an expert": experts_fp8.choose_config(1024, 24),
 }
 
 

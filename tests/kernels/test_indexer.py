@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import indexer, reference
+from kernels import forms, indexer, reference
 from kernels.choice import ChoiceConfig
 from kernels.forms import Plane, RecordFormat, StepRows
 
@@ -182,6 +182,18 @@ def test_choice_does_not_depend_on_the_batch(device: torch.device) -> None:
     both = select(inputs, 1, 9, SMALL)
     for b in range(2):
         assert torch.equal(select(inputs.sequence(b), 1, 9, SMALL), both[2 * b : 2 * b + 2])
+
+
+def test_many_rows_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    inputs = draw([[90, 91], [77, -1], [80, 81]], 4, torch.float32, "fp32", device, whole=False)
+    heads = torch.randn(6, 4, 64, device=device)
+    rest = (inputs.turns, 4, 5, inputs.rows, inputs.arena, inputs.keys)
+    chosen = select(inputs, 4, 5)
+    prepared, beside = indexer.prepare_and_select(heads, 1e-6, inputs.query, inputs.share, *rest, 0.5)
+    monkeypatch.setattr(forms, "READ_ROWS", 4)
+    assert torch.equal(select(inputs, 4, 5), chosen)
+    again, found = indexer.prepare_and_select(heads, 1e-6, inputs.query, inputs.share, *rest, 0.5)
+    assert torch.equal(again, prepared) and torch.equal(found, beside)
 
 
 @pytest.mark.parametrize("eps", [1e-6, None])
