@@ -91,6 +91,11 @@ class Fabric(Protocol):
         """
         ...
 
+    def prepare_push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        """Says that a push of just these blocks is likely, which then starts earlier. It need not come, nothing is read
+        or written before it does, and what is wrong with it is said then."""
+        ...
+
     def expect_push(self) -> None:
         """Says that a push is likely within a millisecond or two, which then starts earlier. It need not come."""
         ...

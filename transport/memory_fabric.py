@@ -259,6 +259,9 @@ class MemoryFabric:
         self._nursery.start_soon(self._carry, transfer, fate, arrival)
         return transfer
 
+    def prepare_push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        """Nothing: to push takes nothing that could be done before."""
+
     def expect_push(self) -> None:
         """Nothing: there is no thread to wake."""
 

@@ -7,6 +7,7 @@ merges neighbours. What NIXL does not do, and callers must not expect: time out 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -30,6 +31,8 @@ from transport.wire import unpack_struct
 DESCRIPTION_LIMIT = 64 << 10
 TRANSFERS_LIMIT = 4096
 """Transfers in flight of one fabric."""
+PREPARED_LIMIT = 16
+"""Pushes that are prepared and have not come; beyond that the oldest is prepared in vain."""
 DRAIN_S = 0.05
 """Two full socket buffers (some 10 MB) at TCP's 2 GB/s, ten times over."""
 
@@ -74,11 +77,15 @@ class NixlTransfer:
     def door(self) -> str:
         return self.target.name
 
+    def prepare(self, agent: Any) -> None:
+        self._handle = agent.make_prepped_xfer(
+            "WRITE", self._fabric._blocks, self._ours, self.target.blocks, self._theirs
+        )
+
     def start(self, agent: Any) -> bool:
         try:
-            self._handle = agent.make_prepped_xfer(
-                "WRITE", self._fabric._blocks, self._ours, self.target.blocks, self._theirs
-            )
+            if self._handle is None:
+                self.prepare(agent)
             return self._look(agent, agent.transfer(self._handle))
         except self._fabric._nixl.errors as error:
             return self._fail(error)
@@ -125,6 +132,10 @@ class NixlTransfer:
         self.done.set()
 
 
+_Key = tuple[NixlTarget, tuple[int, ...], tuple[int, ...]]
+"""What names a prepared push."""
+
+
 class NixlFabric:
     """See `transport.fabric.Fabric`. Made by `open_nixl_fabric`."""
 
@@ -139,6 +150,7 @@ class NixlFabric:
         self._blocks: Any = None
         self._description = b""
         self._targets: dict[str, NixlTarget] = {}
+        self._prepared: dict[_Key, NixlTransfer] = {}
         self._num_transfers = 0
 
     async def register(self, runs: Sequence[BlockRun]) -> None:
@@ -202,11 +214,33 @@ class NixlFabric:
             raise FabricError(f"{target.name} was forgotten")
         if self._num_transfers >= TRANSFERS_LIMIT:
             raise FabricError(f"{self._num_transfers} transfers are in flight (limit {TRANSFERS_LIMIT})")
-        ours, theirs, num_bytes = pair_blocks(self._table, target.table, local_blocks, remote_blocks)
-        transfer = NixlTransfer(self, target, ours, theirs, num_bytes)
+        transfer = None
+        if self._prepared:
+            transfer = self._prepared.pop(_make_key(target, local_blocks, remote_blocks), None)
+        if transfer is None:
+            transfer = self._check_push(self._table, target, local_blocks, remote_blocks)
         self._thread.begin(transfer)
         self._num_transfers += 1
         return transfer
+
+    def _check_push(
+        self, table: BlockTable, target: NixlTarget, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> NixlTransfer:
+        ours, theirs, num_bytes = pair_blocks(table, target.table, local_blocks, remote_blocks)
+        return NixlTransfer(self, target, ours, theirs, num_bytes)
+
+    def prepare_push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        """See `transport.fabric.Fabric`: checks the blocks, and has the library's handle made."""
+        assert isinstance(target, NixlTarget)
+        key = _make_key(target, local_blocks, remote_blocks)
+        if self._table is None or target.forgotten or key in self._prepared:
+            return
+        with contextlib.suppress(FabricError):
+            transfer = self._check_push(self._table, target, local_blocks, remote_blocks)
+            self._thread.prepare(transfer)
+            self._prepared[key] = transfer
+            if len(self._prepared) > PREPARED_LIMIT:
+                self._thread.discard(self._prepared.pop(next(iter(self._prepared))))
 
     def expect_push(self) -> None:
         """See `transport.fabric.Fabric`: the owner thread wakes now, beside whoever is about to push."""
@@ -225,6 +259,9 @@ class NixlFabric:
             return
         target.forgotten = True
         errors = self._nixl.errors
+        with contextlib.suppress(FabricError):  # the thread has ended, and released them
+            for key in [key for key in self._prepared if key[0] is target]:
+                self._thread.discard(self._prepared.pop(key))
 
         def forget(agent: Any) -> None:
             blocks, target.blocks = target.blocks, None
@@ -262,6 +299,10 @@ class NixlFabric:
         for target in self._targets.values():
             target.forgotten = True
         await self._thread.stop()
+
+
+def _make_key(target: NixlTarget, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> _Key:
+    return target, tuple(local_blocks), tuple(remote_blocks)
 
 
 def _read_description(description: bytes) -> _Description:

@@ -56,6 +56,10 @@ class Work(Protocol):
         """Of the peer."""
         ...
 
+    def prepare(self, agent: Any) -> None:
+        """What of `start` can be done before the bytes are there."""
+        ...
+
     def start(self, agent: Any) -> bool:
         """Posts it; True if it is already over. An error of the library makes it failed."""
         ...
@@ -106,6 +110,8 @@ class AgentThread:
         self._receives = receives
         self._todo: TimedQueue[_Call[Any] | Work] = TimedQueue()
         self._now: _Call[Any] | Work | None = None
+        self._prepared: dict[Work, None] = {}
+        """Not begun yet. Of the thread."""
         self._live: list[Work] = []
         self._ended_works: list[Work] = []
         """Not released yet."""
@@ -160,6 +166,24 @@ class AgentThread:
         if call.error is not None:
             raise FabricError(f"{self.name}: {what}: {describe_error(call.error)}") from call.error
         return call.result
+
+    def prepare(self, work: Work) -> None:
+        """Prepares a transfer for `begin` or `discard`; returns at once. An error comes again when it begins."""
+
+        def prepare(agent: Any) -> None:
+            self._prepared[work] = None
+            work.prepare(agent)
+
+        self._tell(_Call(prepare))
+
+    def discard(self, work: Work) -> None:
+        """A prepared transfer will not begin; returns at once."""
+
+        def discard(agent: Any) -> None:
+            del self._prepared[work]
+            work.release()
+
+        self._tell(_Call(discard))
 
     def begin(self, work: Work) -> None:
         """Hands a transfer to the thread; returns at once."""
@@ -235,6 +259,8 @@ class AgentThread:
                 self._refuse(work)
             self._live.clear()
             self._release_ended()
+            for work in self._prepared:
+                work.release()
             self._refuse_rest()
             # Dropping the agent is the only way to stop a transfer; it must happen in this thread.
             del agent
@@ -316,10 +342,12 @@ class AgentThread:
                 except expected as error:
                     item.error = error
                 self._over.append(item)
-            elif item.start(agent):
-                self._end(item)
             else:
-                self._live.append(item)
+                self._prepared.pop(item, None)
+                if item.start(agent):
+                    self._end(item)
+                else:
+                    self._live.append(item)
             self._now = None
         return happened
 

@@ -160,6 +160,9 @@ class TcpFabric:
         transfer.post_us = round((time.perf_counter() - begun) * 1e6)
         return transfer
 
+    def prepare_push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        """Nothing: to push takes nothing that could be done before."""
+
     def expect_push(self) -> None:
         """Nothing: the loop itself sends."""
 

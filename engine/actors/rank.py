@@ -18,12 +18,12 @@ from engine.actors.intake import Inbox, run_head
 from engine.actors.links import Links
 from engine.actors.lockstep import Lockstep, Preparing, run_loads, run_prepare
 from engine.actors.pair import Callers, PairSettings, run_dialler, serve_pairs
-from engine.actors.push import run_push
+from engine.actors.push import Pushing
 from engine.actors.report import UNREAD_BYTES, run_lag, run_report
 from engine.actors.step import Garbage, Side, StepLoop
 from engine.actors.verify import run_verify
 from engine.core.decode import DecodeSide
-from engine.core.effects import ReadBack, StartCopy, StartPush
+from engine.core.effects import ReadBack, StartCopy
 from engine.core.experts import ExpertSide
 from engine.core.prefill import PrefillSide
 from engine.core.pushes import PushMeter
@@ -178,37 +178,30 @@ async def _run_side(
     callers.fabric = fabric
     links, meters, pushed = Links(), Meters(), PushMeter()
     side: Side
-    # A push names at least one page of this rank, and no page is in two pushes: so many can exist, and no more.
-    send_push, pushes = trio.open_memory_channel[StartPush](info.num_pages)
     # What is read back holds its slab until it was read.
     send_reading, readings = trio.open_memory_channel[ReadBack](info.num_slabs)
 
-    async def push() -> None:
-        await run_push(
-            pushes,
+    async with trio.open_nursery() as nursery:
+        pushing = Pushing(
             fabric,
             links,
             inbox,
             pushed,
+            nursery,
             num_pages=info.num_pages,
             transfer_s=limits.transfer_s,
             reader=device if sizes.checksums else None,
             connect=callers.connect if identity.config.role == "decode" else None,
         )
-
-    async with trio.open_nursery() as nursery:
         if identity.config.role == "prefill":
             side = PrefillSide(sizes)
             nursery.start_soon(run_dialler, orders, ports.dial, fabric, callers, settings, inbox, links)
-            nursery.start_soon(push)
             if takes_turns and sizes.checksums:
                 nursery.start_soon(run_verify, readings, device, inbox)
         else:
             if ports.peer_listener is None:
                 raise ConfigError(f"decode rank {identity.rank} has no listener for prefill ranks")
             side = DecodeSide(sizes)
-            if takes_turns:
-                nursery.start_soon(push)
             nursery.start_soon(run_verify, readings, device, inbox)
             nursery.start_soon(serve_pairs, ports.peer_listener, fabric, callers, settings, inbox, links)
 
@@ -245,7 +238,7 @@ async def _run_side(
             head,
             inbox,
             links,
-            send_push,
+            pushing,
             send_reading,
             meters,
             garbage,

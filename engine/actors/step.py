@@ -35,7 +35,18 @@ from engine.actors.intake import (
 )
 from engine.actors.links import Links
 from engine.actors.lockstep import Lockstep
-from engine.core.effects import DropLink, Effect, PushFailure, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
+from engine.actors.push import Pushing
+from engine.core.effects import (
+    DropLink,
+    Effect,
+    ExpectPush,
+    PushFailure,
+    ReadBack,
+    StartPush,
+    TellCorrupt,
+    ToHead,
+    ToPeer,
+)
 from engine.core.plan import StepPlan, StepResult
 from engine.core.prefill import PrefillSide
 from engine.core.request import RequestKey
@@ -135,7 +146,8 @@ class StepLoop:
     """The loop and the waiter of its steps: two tasks, `run` and `run_waiter`, that take the same turns.
 
     A turn has no checkpoint, so there is never more than one. Whoever is awake takes it: the waiter the turn that a
-    result asks for, `run` all others. So a step wakes one task of the rank, and not one that wakes another.
+    result asks for, who has waited for a push that of its end, `run` all others. So a step wakes one task of the rank,
+    and not one that wakes another.
     """
 
     def __init__(
@@ -145,7 +157,7 @@ class StepLoop:
         head: FrameStream,
         inbox: Inbox,
         links: Links,
-        pushes: trio.MemorySendChannel[StartPush],
+        pushing: Pushing | None,
         readings: trio.MemorySendChannel[ReadBack],
         meters: Meters,
         garbage: Garbage,
@@ -156,11 +168,14 @@ class StepLoop:
         """All are borrowed.
 
         Args:
+            pushing: None on a rank that pushes nothing.
             expect_push: of the fabric; called first when a step has ended that read a part of a prompt.
         """
         self._side, self._device, self._head, self._inbox, self._links = side, device, head, inbox, links
-        self._pushes, self._readings, self._meters, self._garbage = pushes, readings, meters, garbage
+        self._pushing, self._readings, self._meters, self._garbage = pushing, readings, meters, garbage
         self._audit, self._group, self._expect_push = audit, group, expect_push
+        if pushing is not None:
+            pushing.tell = self.tell
         self._tickets = Tickets()
         self._submitted_us: collections.deque[int] = collections.deque()
         self._is_over = False
@@ -200,12 +215,17 @@ class StepLoop:
             ticket = None
             if result.chunk_tokens and self._expect_push is not None:
                 self._expect_push()
-            self._inbox.add(StepDone(result))
+            self.tell(StepDone(result))
+
+    def tell(self, fact: Fact) -> None:
+        """A fact by a task that takes the turn which it asks for: no other has to wake."""
+        self._inbox.add(fact)
+        if not self._is_over:
             self._turn()
-            if self._is_over or not self._submitted_us:
-                self._inbox.ring()  # to end, or to rest as idle
-            else:
-                self._set_alarm()
+        if self._is_over or not self._submitted_us:
+            self._inbox.ring()  # to end, or to rest as idle
+        else:
+            self._set_alarm()
 
     def _turn(self) -> None:
         side, group, meters, submitted_us = self._side, self._group, self._meters, self._submitted_us
@@ -245,7 +265,7 @@ class StepLoop:
             self._tickets.put(ticket)
             if meters.last_step_us is None:
                 meters.last_step_us = submitted_us[-1]
-        _carry_out(side.take_outbox(), self._head, self._links, self._pushes, self._readings)
+        _carry_out(side.take_outbox(), self._head, self._links, self._pushing, self._readings)
         if self._audit is not None:
             self._audit(side)
         if group is not None:
@@ -324,7 +344,7 @@ def _carry_out(
     effects: list[Effect],
     head: FrameStream,
     links: Links,
-    pushes: trio.MemorySendChannel[StartPush],
+    pushing: Pushing | None,
     readings: trio.MemorySendChannel[ReadBack],
 ) -> None:
     for effect in effects:
@@ -336,7 +356,11 @@ def _carry_out(
             case ToPeer(link, message, blob):
                 links.post(link, message, blob)
             case StartPush():
-                pushes.send_nowait(effect)
+                assert pushing is not None
+                pushing.start(effect)
+            case ExpectPush(push):
+                assert pushing is not None
+                pushing.expect(push)
             case ReadBack():
                 readings.send_nowait(effect)
             case TellCorrupt():

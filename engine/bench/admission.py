@@ -66,12 +66,13 @@ def measure_admissions(rows: int, tell: Callable[[str], None] = lambda _: None) 
 def measure_admission(case: AdmissionCase, samples: int, seed: int = 1) -> dict[str, Any]:
     """An entry of a record: medians over requests, microseconds of processor time."""
     samples = min(samples, ROUNDS)
-    decode = _time_decode(case, samples)
+    decode, told = zip(*_time_decode(case, samples), strict=True)
     admits, wholes = zip(*_time_prefill(case, samples, seed), strict=True)
     return {
         **dataclasses.asdict(case),
         "samples": samples,
         "decode_us": round(statistics.median(decode), 1),
+        "decode_pushes_us": round(statistics.median(told), 1),
         "prefill_us": round(statistics.median(admits), 1),
         "prefill_whole_us": round(statistics.median(wholes), 1),
     }
@@ -81,30 +82,32 @@ def describe_admission(found: dict[str, Any]) -> str:
     """It for people, in one line."""
     return (
         f"admission of {found['ids']} ids, processor: decode rank {found['decode_us'] / 1e3:.2f} ms beside"
-        f" {found['rows']} rows, prefill rank {found['prefill_us'] / 1e3:.2f} ms, to its commit"
-        f" {found['prefill_whole_us'] / 1e3:.2f} ms"
+        f" {found['rows']} rows, {found['decode_pushes_us'] / 1e3:.2f} of it for the news of pushes; prefill rank"
+        f" {found['prefill_us'] / 1e3:.2f} ms, to its commit {found['prefill_whole_us'] / 1e3:.2f} ms"
     )
 
 
-def _time_decode(case: AdmissionCase, samples: int) -> list[float]:
-    """From its reservation to a submitted plan with it in, for one request after another."""
+def _time_decode(case: AdmissionCase, samples: int) -> list[tuple[float, float]]:
+    """From its reservation to a submitted plan with it in, for one request after another; and what is spent of it on
+    the news of pushes, which come while a prompt is computed: one for each chunk, made here too."""
     side, times = DecodeSide(_sizes(case, "decode")), []
     hello = PeerHello(version=PROTOCOL_VERSION, rank=PREFILL, generation=LIFE, layout_digest="")
     side.on_link_up(LINK, hello, 0)
     others = Sampling(max_tokens=_count_tokens(case), ignore_eos=True)
     for request in range(case.rows):
-        _end_step(side, _admit(side, case, request, others))
+        _end_step(side, _admit(side, case, request, others)[0])
     for request in range(case.rows, case.rows + samples):
         began = time.thread_time_ns()
-        plan = _admit(side, case, request, Sampling(max_tokens=2, ignore_eos=True))
+        plan, told_ns = _admit(side, case, request, Sampling(max_tokens=2, ignore_eos=True))
         copy_plan(plan)
-        times.append((time.thread_time_ns() - began) / 1e3)
+        times.append(((time.thread_time_ns() - began) / 1e3, told_ns / 1e3))
         _end_step(side, plan)
     return times
 
 
-def _admit(side: DecodeSide, case: AdmissionCase, request: int, sampling: Sampling) -> StepPlan:
-    """Takes a request in as far as the plan that it is in first, whose step is left to its caller."""
+def _admit(side: DecodeSide, case: AdmissionCase, request: int, sampling: Sampling) -> tuple[StepPlan, int]:
+    """Takes a request in as far as the plan that it is in first, whose step is left to its caller; and nanoseconds
+    spent on the news of pushes."""
     word = ReservePages(
         request=request, attempt=1, prefill_rank=PREFILL, num_ids=case.ids, generated=0, sampling=sampling
     )
@@ -116,10 +119,12 @@ def _admit(side: DecodeSide, case: AdmissionCase, request: int, sampling: Sampli
         if isinstance(effect, ToPeer) and isinstance(effect.message, PagesGranted)
     ]
     step = case.chunk // case.page_tokens
+    began = time.thread_time_ns()
     for first in range(0, grant.num_pages, step):
         count = min(step, grant.num_pages - first)
         pushed = PagesPushed(request=request, epoch=grant.epoch, first=first, count=count, num_bytes=1)
         side.on_peer(LINK, pushed, memoryview(b""), 1)
+    told_ns = time.thread_time_ns() - began
     committed = PrefillCommitted(
         request=request,
         epoch=grant.epoch,
@@ -136,7 +141,7 @@ def _admit(side: DecodeSide, case: AdmissionCase, request: int, sampling: Sampli
     plan = side.plan(1)
     assert plan is not None
     side.take_outbox()
-    return plan
+    return plan, told_ns
 
 
 def _end_step(side: DecodeSide, plan: StepPlan) -> None:

@@ -20,13 +20,13 @@ import trio
 from engine.actors.copies import Members
 from engine.actors.intake import HeadFrame, Inbox, LinkUp, PeerFrame, PushDone
 from engine.actors.links import Link, Links
-from engine.actors.push import run_push
+from engine.actors.push import Pushing
 from engine.actors.rank import open_group, side_sizes
 from engine.actors.step import Garbage, StepLoop
 from engine.compose import first_of
 from engine.config import RankConfig
 from engine.core.decode import DecodeSide
-from engine.core.effects import ReadBack, StartPush
+from engine.core.effects import ReadBack
 from engine.core.prefill import PrefillSide
 from engine.core.pushes import PushMeter
 from engine.core.telemetry import Meters
@@ -88,10 +88,10 @@ class NotedInbox(Inbox):
         super().__init__()
         self.reports: list[TransferReport] = []
 
-    def put(self, fact: object) -> None:
+    def add(self, fact: object) -> None:
         if isinstance(fact, PushDone):
             self.reports.append(fact.report)
-        super().put(fact)  # type: ignore[arg-type]  # a Fact, whose name is a union
+        super().add(fact)  # type: ignore[arg-type]  # a Fact, whose name is a union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +185,8 @@ async def open_loop(
     side: PrefillSide | DecodeSide
     side = PrefillSide(sizes) if rank == PREFILL else DecodeSide(sizes)
     inbox, links, meters = NotedInbox(), Links(), StepNotes()
-    send_push, pushes = trio.open_memory_channel[StartPush](device.info.num_pages)
     send_reading, readings = trio.open_memory_channel[ReadBack](device.info.num_slabs)
-    async with contextlib.AsyncExitStack() as open_things, send_push, pushes, send_reading, readings:
+    async with contextlib.AsyncExitStack() as open_things, send_reading, readings:
         head = await open_things.enter_async_context(_open_stream("head"))
         peer = await open_things.enter_async_context(_open_stream("peer"))
         other = DECODE if rank == PREFILL else PREFILL
@@ -200,8 +199,18 @@ async def open_loop(
                 members = Members(rank)
                 members.fabric = fabric
                 group = open_group(identity, head, inbox, members, device, fabric, nursery)
-            elif fabric is not None:
-                nursery.start_soon(_run_push, pushes, fabric, links, inbox, device, config)
+            pushing = None
+            if fabric is not None:
+                pushing = Pushing(
+                    fabric,
+                    links,
+                    inbox,
+                    PushMeter(),
+                    nursery,
+                    num_pages=device.info.num_pages,
+                    transfer_s=config.limits.transfer_s,
+                    reader=device if config.checksum_pushes else None,
+                )
             garbage = Garbage(is_own=False)
             loop = StepLoop(
                 side,
@@ -209,7 +218,7 @@ async def open_loop(
                 head,
                 inbox,
                 links,
-                send_push,
+                pushing,
                 send_reading,
                 meters,
                 garbage,
@@ -245,26 +254,6 @@ async def open_tasks() -> AsyncIterator[trio.Nursery]:
         if first is None:
             raise  # a bug
         raise first from None
-
-
-async def _run_push(
-    pushes: trio.MemoryReceiveChannel[StartPush],
-    fabric: Fabric,
-    links: Links,
-    inbox: Inbox,
-    device: Device,
-    config: RankConfig,
-) -> None:
-    await run_push(
-        pushes,
-        fabric,
-        links,
-        inbox,
-        PushMeter(),
-        num_pages=device.info.num_pages,
-        transfer_s=config.limits.transfer_s,
-        reader=device if config.checksum_pushes else None,
-    )
 
 
 @contextlib.asynccontextmanager

@@ -16,8 +16,6 @@ import dataclasses
 import heapq
 import itertools
 
-import numpy as np
-
 from engine.core.arena import Arena, Holding
 from engine.core.effects import Effect, PushFailure, ReadBack, TellCorrupt, ToHead, ToPeer
 from engine.core.fence import Fence
@@ -164,30 +162,18 @@ class DecodeSide:
         peer.news_us = now_us
         match message:
             case PagesPushed():
-                sequence = self._find_epoch(peer, message.epoch, message.request)
-                bits = ((1 << message.count) - 1) << message.first if message.count <= sequence.prompt_pages else -1
-                if message.first + message.count > sequence.prompt_pages or bits & sequence.pushed_mask:
-                    raise RemoteProtocolError(
-                        f"epoch {message.epoch}: pages [{message.first}, +{message.count}) of "
-                        f"{sequence.prompt_pages} pushed twice or out of range"
-                    )
-                if self.sizes.checksums:
-                    if message.checksum is None:
-                        raise RemoteProtocolError(f"epoch {message.epoch}: a push without its checksum")
-                    sequence.told += ((message.first, message.count, message.checksum),)
-                sequence.pushed_mask |= bits
-                self._move(sequence, DecodeEvent.PUSHED)
+                self._on_pushed(link, message)
             case PromptScored():
-                sequence = self._find_epoch(peer, message.epoch, message.request)
+                sequence = self._find_epoch(link, message.epoch, message.request)
                 if sequence.phase is DecodePhase.GRANTED and sequence.key[1] == message.attempt:
                     self._prompts.append(ToHead(message, bytes(blob)))
             case PrefillCommitted():
-                self._on_commit(peer, message, now_us)
+                self._on_commit(link, message, now_us)
             case EpochEnded():
                 if message.epoch >= self._next_epoch:
                     raise RemoteProtocolError(f"epoch {message.epoch} ended, which was never granted")
                 if message.epoch in self._epochs:
-                    sequence = self._find_epoch(peer, message.epoch, message.request)
+                    sequence = self._find_epoch(link, message.epoch, message.request)
                     why = f"prefill rank {peer.rank} ended epoch {message.epoch} before it committed"
                     self._move(sequence, DecodeEvent.EPOCH_ENDED, code="transfer_failed", why=why)
             case _ if self.giver.on_peer(link, peer.hello, message, blob):
@@ -270,9 +256,9 @@ class DecodeSide:
             if link is None or peer is None:
                 continue
             num_pages = self._num_pages(sequence)
-            while not self.arena.has_room(num_pages) and self.giver.withdraw_oldest():
+            while not (has_room := self.arena.has_room(num_pages)) and self.giver.withdraw_oldest():
                 pass
-            if not self.arena.has_room(num_pages):
+            if not has_room:
                 is_short = True
                 self.giver.accuse()
                 break
@@ -430,8 +416,26 @@ class DecodeSide:
         bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.sort_key)
         self._watch(sequence)
 
-    def _on_commit(self, peer: PrefillLink, message: PrefillCommitted, now_us: int) -> None:
-        sequence = self._find_epoch(peer, message.epoch, message.request)
+    def _on_pushed(self, link: int, message: PagesPushed) -> None:
+        sequence = self._find_epoch(link, message.epoch, message.request)
+        first, count = message.first, message.count
+        end = first + count
+        if end > sequence.prompt_pages or (bits := (1 << end) - (1 << first)) & sequence.pushed_mask:
+            raise RemoteProtocolError(
+                f"epoch {message.epoch}: pages [{first}, +{count}) of {sequence.prompt_pages}"
+                " pushed twice or out of range"
+            )
+        if self.sizes.checksums:
+            if message.checksum is None:
+                raise RemoteProtocolError(f"epoch {message.epoch}: a push without its checksum")
+            sequence.told += ((first, count, message.checksum),)
+        sequence.pushed_mask |= bits
+        # The table says whether it may come. What it asks for is done, so a push costs no more than this: a prompt has
+        # one for each of its chunks.
+        sequence.phase = DECODE.follow(sequence.phase, DecodeEvent.PUSHED, "request", sequence.key).phase
+
+    def _on_commit(self, link: int, message: PrefillCommitted, now_us: int) -> None:
+        sequence = self._find_epoch(link, message.epoch, message.request)
         pushed = sequence.pushed_mask.bit_count()
         if (
             message.num_ids != sequence.reserve.num_ids
@@ -440,9 +444,9 @@ class DecodeSide:
             or message.first_token >= self.sizes.vocab_size
         ):
             why = (
-                f"prefill rank {peer.rank} committed {message.num_ids} ids and {message.num_pages} pages, token "
-                f"{message.first_token}; reserved {sequence.reserve.num_ids} and {sequence.prompt_pages}, "
-                f"{pushed} pages were pushed"
+                f"prefill rank {sequence.reserve.prefill_rank} committed {message.num_ids} ids and"
+                f" {message.num_pages} pages, token {message.first_token}; reserved {sequence.reserve.num_ids} and"
+                f" {sequence.prompt_pages}, {pushed} pages were pushed"
             )
             self._move(sequence, DecodeEvent.BAD_COMMIT, code="transfer_failed", why=why)
             return
@@ -453,14 +457,12 @@ class DecodeSide:
                 sequence.said += message.first_token.to_bytes(4, "little")
         self._move(sequence, DecodeEvent.COMMIT_UNREAD if is_unread else DecodeEvent.COMMIT)
 
-    def _find_epoch(self, peer: PrefillLink, epoch: int, request: int) -> Sequence:
+    def _find_epoch(self, link: int, epoch: int, request: int) -> Sequence:
+        """That of the peer at this link: its epochs follow it to each new link of the same process."""
         sequence = self._epochs.get(epoch)
-        if (
-            sequence is None
-            or sequence.key[0] != request
-            or sequence.reserve.prefill_rank != peer.rank
-            or sequence.prefill_generation != peer.generation
-        ):
+        if sequence is None or sequence.link != link or sequence.key[0] != request:
+            peer = self._peers.find(link)
+            assert peer is not None
             raise RemoteProtocolError(f"epoch {epoch} of request {request} is not granted to prefill rank {peer.rank}")
         return sequence
 
@@ -499,7 +501,7 @@ class DecodeSide:
         self, sequence: Sequence, event: DecodeEvent, *, code: FailureCode = "transfer_failed", why: str = ""
     ) -> None:
         before = sequence.phase
-        transition = DECODE.follow(before, event, f"request {sequence.key}")
+        transition = DECODE.follow(before, event, "request", sequence.key)
         after = sequence.phase = transition.phase
         if before is not after:
             if before is DecodePhase.WAITING:
@@ -521,10 +523,8 @@ class DecodeSide:
                     self._outbox.append(ToHead(RequestAborted(*sequence.key)))
                 case Action.GRANT:
                     self._grant(sequence)
-                case Action.COUNT:
-                    pass  # the mask was checked and set with the message
                 case Action.OWN:
-                    self.arena.adopt(sequence.pages[: sequence.prompt_pages], sequence.slab)
+                    self.arena.adopt(sequence.granted, sequence.slab)
                 case Action.READ_BACK:
                     self._read_back(sequence)
                 case Action.RUN:
@@ -545,10 +545,10 @@ class DecodeSide:
         self._next_epoch += 1
         self._epochs[sequence.epoch] = sequence
         sequence.prompt_pages = count_pages(sequence.reserve.num_ids, self.sizes.step.page_tokens)
-        granted = sequence.pages[: sequence.prompt_pages]
-        self.arena.grant(granted, sequence.slab)
-        word = PagesGranted(*sequence.key, epoch=sequence.epoch, slab=sequence.slab, num_pages=len(granted))
-        self._outbox.append(ToPeer(sequence.link, word, granted.to_array(np.int32).tobytes()))
+        sequence.granted = sequence.pages[: sequence.prompt_pages]
+        self.arena.grant(sequence.granted, sequence.slab)
+        word = PagesGranted(*sequence.key, epoch=sequence.epoch, slab=sequence.slab, num_pages=sequence.prompt_pages)
+        self._outbox.append(ToPeer(sequence.link, word, sequence.granted.to_bytes()))
         self._watch(sequence)
 
     def _read_back(self, sequence: Sequence) -> None:
@@ -600,10 +600,9 @@ class DecodeSide:
         self._outbox.append(ToHead(word))
 
     def _quarantine(self, sequence: Sequence) -> None:
-        granted, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
-        self.arena.quarantine(granted, sequence.slab)
-        self.arena.pages.free(rest, PageState.OWNED)
-        sequence.pages = granted
+        self.arena.quarantine(sequence.granted, sequence.slab)
+        self.arena.pages.free(sequence.pages[sequence.prompt_pages :], PageState.OWNED)
+        sequence.pages = sequence.granted
 
     def _free(self, sequence: Sequence, before: DecodePhase) -> None:
         """Gives back all memory of a closed request; what submitted steps or a reading name, only after their end."""
@@ -614,7 +613,7 @@ class DecodeSide:
                 if sequence.steps == 0 and sequence.key not in self._reading:
                     self._release(sequence)
             case DecodePhase.GRANTED:
-                self.arena.free(sequence.pages[: sequence.prompt_pages], sequence.slab, PageState.GRANTED)
+                self.arena.free(sequence.granted, sequence.slab, PageState.GRANTED)
                 self.arena.pages.free(sequence.pages[sequence.prompt_pages :], PageState.OWNED)
             case DecodePhase.QUARANTINED:
                 self.arena.free(sequence.pages, sequence.slab, PageState.QUARANTINED)
@@ -657,5 +656,4 @@ def _holding(sequence: Sequence) -> Holding:
     state = _PHASE_TO_STATE[sequence.phase]
     if sequence.phase is not DecodePhase.GRANTED:
         return sequence.pages, sequence.slab, state, (), state
-    prompt, rest = sequence.pages[: sequence.prompt_pages], sequence.pages[sequence.prompt_pages :]
-    return prompt, sequence.slab, state, rest, PageState.OWNED
+    return sequence.granted, sequence.slab, state, sequence.pages[sequence.prompt_pages :], PageState.OWNED

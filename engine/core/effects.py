@@ -31,7 +31,7 @@ PushFailure = Literal["void", "overdue", "failed"]
 """How a push went wrong: it was not started; it is late, and its end will be told; it failed, and may land yet."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as core.plan.StepPlan
 class StartPush:
     """Write local blocks into a peer's blocks, then report with (key, first, count).
 
@@ -43,8 +43,15 @@ class StartPush:
     first: int
     count: int
     pages: Sequence[int]
-    remote_pages: tuple[int, ...]
+    remote_pages: Sequence[int]
     slabs: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpectPush:
+    """This push will be asked for soon, as a rule: what it takes beforehand can be done now."""
+
+    push: StartPush
 
 
 Stretch = tuple[Sequence[int], int]
@@ -80,7 +87,7 @@ class DropLink:
     why: str
 
 
-Effect = ToHead | ToPeer | StartPush | ReadBack | TellCorrupt | DropLink
+Effect = ToHead | ToPeer | StartPush | ExpectPush | ReadBack | TellCorrupt | DropLink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.core.tables import Table
+from engine.core.tables import Table, Term
 from engine.core.tables import go as _to
 
 
@@ -57,7 +57,7 @@ class Action(enum.Enum):
     FREE_NEW = "slots that the stage would have filled are empty"
 
 
-class StagePhase(enum.Enum):
+class StagePhase(Term):
     """One epoch, as the head sees it.
 
     HELD is COPY with no new copies. READY: all ranks are, so it will flip unless one dies. FLIP: one saw it active.
@@ -76,7 +76,7 @@ class StagePhase(enum.Enum):
     DONE = "done"
 
 
-class StageEvent(enum.Enum):
+class StageEvent(Term):
     START = "start"
     PAUSE = "pause"
     RESUME = "resume"
@@ -89,7 +89,7 @@ class StageEvent(enum.Enum):
     RANK_DOWN = "a rank died"
 
 
-class RankPhase(enum.Enum):
+class RankPhase(Term):
     """One epoch on one rank.
 
     CUT is READY after a peer was lost: no step completes, and it is the head that knows what became of the epoch.
@@ -109,7 +109,7 @@ class RankPhase(enum.Enum):
     SETTLED = "settled"
 
 
-class RankEvent(enum.Enum):
+class RankEvent(Term):
     PREPARE = "PrepareEpoch"
     COMPLETE = "all copies here complete and visible"
     FLIPPED = "awaited a step in which the epoch is active"

@@ -43,8 +43,10 @@ class Digests(Sequence[bytes]):
             places = range(*index.indices(self._count))
             self.reach(max(places, default=0))
             return [self._made[at] for at in places]
-        self.reach(index if index >= 0 else index + self._count)
-        return self._made[index if index >= 0 else index + self._count]
+        at = index if index >= 0 else index + self._count
+        if at >= len(self._made):
+            self.reach(at)
+        return self._made[at]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Digests) and [*self] == [*other]
@@ -55,9 +57,7 @@ class Digests(Sequence[bytes]):
         """Makes those of so many pages."""
         made, ids, size = self._made, self._ids, self._page_bytes
         for at in range(size * (len(made) - 1), size * min(pages, self._count - 1), size):
-            running = hashlib.blake2b(made[-1], digest_size=DIGEST_BYTES)
-            running.update(ids[at : at + size])
-            made.append(running.digest())
+            made.append(_hash(made[-1] + ids[at : at + size]))
         if len(made) == self._count:
             self._ids = _NO_IDS
 
@@ -67,6 +67,11 @@ class Digests(Sequence[bytes]):
 
 
 _NO_IDS = memoryview(b"")
+
+
+def _hash(said: bytes) -> bytes:
+    # Processors have instructions for this one.
+    return hashlib.sha256(said).digest()[:DIGEST_BYTES]
 
 
 class Fingerprints:
@@ -104,7 +109,7 @@ class Fingerprints:
         return digests
 
     def _begin(self, ids: memoryview, salt: str) -> Digests:
-        return Digests([hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()], ids, self._page_bytes)
+        return Digests([_hash(salt.encode())], ids, self._page_bytes)
 
     def _recall(self, key: tuple[str, str], ids: memoryview) -> Digests | None:
         """Those that are remembered, if `ids` begins with their text. It is remembered no longer."""
@@ -137,8 +142,9 @@ class SeenPages:
     def add(self, digests: Sequence[bytes]) -> None:
         """`digests` as `Fingerprints.digest` makes them."""
         # The first page last: it is in most prompts, and the others are of no use without it.
-        for digest in reversed(digests[1:]):
-            self._seen[digest] = None
+        count = self.count(digests)
+        self._seen.update(dict.fromkeys(reversed(digests[1 + count :])))
+        for digest in reversed(digests[1 : 1 + count]):
             self._seen.move_to_end(digest)
         while len(self._seen) > self._most:
             self._seen.popitem(last=False)

@@ -7,7 +7,6 @@ but a push reads it. A request that waits for room has it back at once, unless a
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable, Iterator
 
 from engine.core.arena import Arena, Holding
@@ -15,7 +14,7 @@ from engine.core.effects import Effect, PushFailure, StartPush, ToHead, ToPeer
 from engine.core.handback import GIVER, Action, GiverEvent, GiverPhase
 from engine.core.pages import PageState
 from engine.core.request import RequestKey, Sequence, count_pages
-from engine.core.runs import Runs
+from engine.core.runs import NO_UNITS, Runs
 from engine.core.schedule import SideSizes
 from engine.errors import LocalProtocolError, RemoteProtocolError
 from transport.messages import (
@@ -57,7 +56,7 @@ class Offer:
     offered_us: int
     phase: GiverPhase = GiverPhase.NEW
     grant: PagesGranted | None = None
-    remote_pages: tuple[int, ...] = ()
+    remote_pages: Runs = NO_UNITS
     is_overdue: bool = False
 
 
@@ -111,7 +110,7 @@ class Giver:
         if self._num_pages + len(pages) > most_pages or self._num_holding >= most_slabs:
             return False
         offer = Offer(sequence.key, *life, link, num_ids, pages, sequence.slab, now_us)
-        rest = (*sequence.pages[: num_prompt // page_tokens], *sequence.pages[count_pages(num_ids, page_tokens) :])
+        rest = sequence.pages[: num_prompt // page_tokens] + sequence.pages[count_pages(num_ids, page_tokens) :]
         self._arena.pages.free(rest, PageState.IN_FLIGHT)
         self._offers[offer.key] = offer
         self._num_pages += len(pages)
@@ -194,15 +193,15 @@ class Giver:
             # Withdrawn meanwhile: nothing was or will be written under it.
             self._tell(ToPeer(link, EpochEnded(message.request, message.epoch)))
             return
-        pages = array("I", bytes(blob))
-        if len(pages) != len(offer.pages) or max(pages) >= peer.num_pages or message.slab >= peer.num_slabs:
+        pages = Runs.from_bytes(bytes(blob))
+        if len(pages) != len(offer.pages) or not pages.is_within(peer.num_pages) or message.slab >= peer.num_slabs:
             raise RemoteProtocolError(
                 f"epoch {message.epoch}: {len(pages)} pages and slab {message.slab} granted for the {len(offer.pages)}"
                 f" of request {offer.key}; the peer has {peer.num_pages} and {peer.num_slabs}"
             )
         if epoch_key in self._epochs:
             raise RemoteProtocolError(f"epoch {message.epoch} of prefill rank {peer.rank} is granted twice")
-        offer.remote_pages = tuple(pages)
+        offer.remote_pages = pages
         grant, offer.grant = offer.grant, message
         try:
             self._move(offer, GiverEvent.GRANT)
@@ -278,7 +277,7 @@ class Giver:
         checksum: int | None = None,
     ) -> None:
         before = offer.phase
-        transition = GIVER.follow(before, event, f"turn {offer.key}")
+        transition = GIVER.follow(before, event, "turn", offer.key)
         offer.phase = transition.phase
         self._withdrawn += event is GiverEvent.WITHDRAW or (event is GiverEvent.LINK_LOST and offer.grant is None)
         if event in _FAILING and before is GiverPhase.PUSHING:

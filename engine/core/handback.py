@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.core.tables import Table
+from engine.core.tables import Table, Term
 from engine.core.tables import go as _to
 
 
@@ -43,7 +43,7 @@ class Action(enum.Enum):
     REVOKE = "GrantRevoked to the decode rank"
 
 
-class GiverPhase(enum.Enum):
+class GiverPhase(Term):
     """A turn on its decode rank. ENDING was given up while its push runs; ORPHANED the same, with no link left over
     which the epoch's end could be told. BURNT holds no memory, only the duty to keep silent about its epoch."""
 
@@ -56,7 +56,7 @@ class GiverPhase(enum.Enum):
     CLOSED = "closed"
 
 
-class GiverEvent(enum.Enum):
+class GiverEvent(Term):
     OFFER = "turn finished"
     WITHDRAW = "offer withdrawn"
     DECLINED = "TurnDeclined"
@@ -70,7 +70,7 @@ class GiverEvent(enum.Enum):
     PEER_DOWN = "PeerDown"
 
 
-class TakerPhase(enum.Enum):
+class TakerPhase(Term):
     """A turn on its prefill rank. QUARANTINED: it was given up, its epoch is not over. CHECKING: its epoch is over, and
     what was written is read back."""
 
@@ -81,7 +81,7 @@ class TakerPhase(enum.Enum):
     CLOSED = "closed"
 
 
-class TakerEvent(enum.Enum):
+class TakerEvent(Term):
     OFFER = "TurnOffered"
     REFUSE = "TurnOffered refused"
     COMMIT = "TurnCommitted"

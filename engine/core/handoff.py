@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 
-from engine.core.tables import Table
+from engine.core.tables import Table, Term
 from engine.core.tables import go as _to
 
 
@@ -50,7 +50,7 @@ class Action(enum.Enum):
     FINISH = "RequestFinished to the head"
 
 
-class PrefillPhase(enum.Enum):
+class PrefillPhase(Term):
     """A prompt's state on its prefill rank.
 
     STARTED has its ids and no grant, GRANTED the reverse, QUEUED both. ENDING was given up but steps or transfers still
@@ -70,7 +70,7 @@ class PrefillPhase(enum.Enum):
     CLOSED = "closed"
 
 
-class PrefillEvent(enum.Enum):
+class PrefillEvent(Term):
     START = "StartPrefill"
     REFUSE = "StartPrefill refused"
     GRANT = "PagesGranted"
@@ -89,7 +89,7 @@ class PrefillEvent(enum.Enum):
     QUIET = "nothing in flight"
 
 
-class DecodePhase(enum.Enum):
+class DecodePhase(Term):
     """A request's state on its decode rank.
 
     QUARANTINED: the request is over, its epoch is not. CHECKING: its epoch is over, and what was written is read back.
@@ -104,7 +104,7 @@ class DecodePhase(enum.Enum):
     CLOSED = "closed"
 
 
-class DecodeEvent(enum.Enum):
+class DecodeEvent(Term):
     RESERVE = "ReservePages"
     REFUSE = "ReservePages refused"
     ROOM = "room found"

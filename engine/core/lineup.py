@@ -12,7 +12,7 @@ from engine.core.request import Sequence
 from transport.messages import FinishReason
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as core.plan.StepPlan
 class Lineup:
     """The sequences of a step, and what of them stays the same while it does.
 

@@ -103,18 +103,14 @@ class PagePool:
         """
         if count > self.num_free:
             return None
-        if count <= 0:
-            return Runs()
-        fitting = [(length, index) for index, length in enumerate(self._run_lengths) if length >= count]
-        if fitting:
-            units = Runs((self._cut(min(fitting)[1], count),))
-        else:
-            ranges: list[range] = []
-            while count:
-                longest = max(range(len(self._run_lengths)), key=self._run_lengths.__getitem__)
-                ranges.append(self._cut(longest, min(count, self._run_lengths[longest])))
-                count -= len(ranges[-1])
-            units = Runs(tuple(ranges))
+        lengths = self._run_lengths
+        ranges: list[range] = []
+        while count > 0:
+            fitting = [length for length in lengths if length >= count]
+            at = lengths.index(min(fitting) if fitting else max(lengths))
+            ranges.append(self._cut(at, min(count, lengths[at])))
+            count -= len(ranges[-1])
+        units = Runs(tuple(ranges))
         self._mark(units, PageState.FREE, PageState.OWNED)
         return units
 
@@ -171,11 +167,12 @@ class PagePool:
         if (source, target) not in ALLOWED:
             raise LocalProtocolError(f"a {self.what} may not go from {source.name} to {target.name}")
         ranges = Runs.of(units).ranges
-        states, count = self._states, 0
+        states, old, new = self._states, _MARKS[source], _MARKS[target]
+        count = 0
         # Two passes: a refused move must leave nothing half done.
         for run in ranges:
             first, end = run.start, run.stop
-            if first < 0 or end > self.total or states.count(source, first, end) != end - first:
+            if first < 0 or states[first:end] != old * (end - first):
                 unit = next(unit for unit in run if not 0 <= unit < self.total or states[unit] != source)
                 is_in = PageState(states[unit]).name if 0 <= unit < self.total else "outside the arena"
                 raise LocalProtocolError(f"{self.what} {unit} is {is_in}, not {source.name}")
@@ -185,7 +182,7 @@ class PagePool:
             if any(after.start < before.stop for before, after in itertools.pairwise(ordered)):
                 raise LocalProtocolError(f"a {self.what} is named twice in a move to {target.name}")
         for run in ranges:
-            states[run.start : run.stop] = _MARKS[target] * len(run)
+            states[run.start : run.stop] = new * (run.stop - run.start)
         self._counts[source] -= count
         self._counts[target] += count
 

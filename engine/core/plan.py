@@ -27,7 +27,7 @@ class Base:
     page: int = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as StepPlan
 class PrefillChunk:
     """A stretch of one prompt to compute: ids [start, start + len(tokens)) of the request.
 
@@ -94,7 +94,7 @@ class DecodeRow:
 Ints = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # as StepPlan
 class Roster:
     """What stays the same from step to step as long as the same sequences take part. Arrays are never written.
 

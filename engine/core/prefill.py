@@ -10,18 +10,18 @@ Order of service: a prompt computes once its ids, its grant and room for it are 
 from __future__ import annotations
 
 import itertools
-from array import array
 
 import numpy as np
 
 from engine.core.arena import Arena
-from engine.core.effects import DropLink, Effect, PushFailure, StartPush, ToHead, ToPeer
+from engine.core.effects import DropLink, Effect, ExpectPush, PushFailure, StartPush, ToHead, ToPeer
 from engine.core.handoff import PREFILL, Action, PrefillEvent, PrefillPhase
 from engine.core.links import PeerTable
 from engine.core.pages import PageState
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Prompt, RequestKey, build_failure, count_pages, find_misfit
 from engine.core.reuse import PrefixCache
+from engine.core.runs import Runs
 from engine.core.schedule import Schedule, SideSizes, apply_result, plan_step
 from engine.core.scores import find_score, split_prompt
 from engine.core.taking import Taker
@@ -235,9 +235,14 @@ class PrefillSide:
         self.cache.reserve(self.schedule.prompts[: limits.prompts], limits.chunk_tokens)
         plan = plan_step(self.schedule, limits)
         if plan is not None:
-            for prompt, num_ids, _ in self.schedule.flights[-1].chunks:
-                if prompt.planned == prompt.cached + num_ids:
+            for prompt, num_ids, is_last in self.schedule.flights[-1].chunks:
+                is_first = prompt.planned == prompt.cached + num_ids
+                if is_first:
                     prompt.submitted_us = now_us
+                if is_last:
+                    # Nobody waits for the pushes before it.
+                    begin = 0 if is_first else (prompt.planned - num_ids) // limits.page_tokens
+                    self._outbox.append(ExpectPush(self._build_push(prompt, begin, is_last=True)))
         return plan
 
     def apply(self, result: StepResult, now_us: int) -> None:
@@ -354,8 +359,8 @@ class PrefillSide:
     def _on_grant(self, link: int, peer: PeerWelcome, message: PagesGranted, blob: memoryview) -> None:
         if len(blob) != 4 * message.num_pages:
             raise RemoteProtocolError(f"epoch {message.epoch}: {len(blob)} bytes name {message.num_pages} pages")
-        pages = array("I", bytes(blob))
-        if not pages or max(pages) >= peer.num_pages:
+        pages = Runs.from_bytes(bytes(blob))
+        if not pages or not pages.is_within(peer.num_pages):
             raise RemoteProtocolError(f"epoch {message.epoch}: page ids outside the peer's {peer.num_pages} pages")
         if message.slab >= peer.num_slabs:
             raise RemoteProtocolError(f"epoch {message.epoch}: slab {message.slab} of {peer.num_slabs}")
@@ -367,7 +372,7 @@ class PrefillSide:
         if prompt.decode_rank != peer.rank or prompt.grant is not None or epoch_key in self._epochs:
             raise RemoteProtocolError(f"epoch {message.epoch} of decode rank {peer.rank}: not for request {key}")
         prompt.grant, prompt.link, prompt.decode_generation = message, link, peer.generation
-        prompt.remote_pages = tuple(pages)
+        prompt.remote_pages = pages
         self._epochs[epoch_key] = prompt
         self._move(prompt, PrefillEvent.GRANT)
 
@@ -403,7 +408,7 @@ class PrefillSide:
             self._move(prompt, PrefillEvent.QUIET)
 
     def _advance(self, prompt: Prompt, event: PrefillEvent) -> tuple[Action, ...]:
-        transition = PREFILL.follow(prompt.phase, event, f"request {prompt.key}")
+        transition = PREFILL.follow(prompt.phase, event, "request", prompt.key)
         self._num_waiting += (transition.phase in _WAITING) - (prompt.phase in _WAITING)
         was_working = prompt.phase is PrefillPhase.WORKING
         prompt.phase = transition.phase
@@ -456,15 +461,20 @@ class PrefillSide:
             self._queue[prompt.key] = prompt
 
     def _push(self, prompt: Prompt, is_last: bool) -> None:
-        first = prompt.pushed
-        end = len(prompt.pages) if is_last else prompt.computed // self.sizes.step.page_tokens
-        assert prompt.grant is not None and end > first
-        prompt.pushed = end
+        push = self._build_push(prompt, prompt.pushed, is_last)
+        assert push.count > 0
+        prompt.pushed += push.count
         prompt.pushes += 1
         self._pushes_inflight += 1
+        self._outbox.append(push)
+
+    def _build_push(self, prompt: Prompt, first: int, is_last: bool) -> StartPush:
+        """Of the pages from `first` on that are full; the last one takes all of them."""
+        end = len(prompt.pages) if is_last else prompt.computed // self.sizes.step.page_tokens
+        assert prompt.grant is not None
         slabs = (prompt.slab, prompt.grant.slab) if is_last else None
         pages, remote = prompt.pages[first:end], prompt.remote_pages[first:end]
-        self._outbox.append(StartPush(prompt.key, prompt.link, first, end - first, pages, remote, slabs))
+        return StartPush(prompt.key, prompt.link, first, end - first, pages, remote, slabs)
 
     def _commit(self, prompt: Prompt, now_us: int) -> None:
         assert prompt.grant is not None

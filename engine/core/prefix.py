@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from engine.core.fingerprint import count_leading
+from engine.core.runs import NO_UNITS, Runs
 from engine.errors import LocalProtocolError
 
 HALF_LIFE_US = 600_000_000
@@ -45,7 +46,7 @@ class Cut:
 
     parent: Cut | None
     position: int
-    pages: tuple[int, ...]
+    pages: Runs
     digests: tuple[bytes, ...]
     end: bytes
     tail: bytes = b""
@@ -70,7 +71,7 @@ class PrefixTree:
     def __init__(self, page_tokens: int, half_life_us: int = HALF_LIFE_US) -> None:
         self._page_tokens = page_tokens
         self._half_life_us = half_life_us
-        self._root = Cut(None, 0, (), (), b"")
+        self._root = Cut(None, 0, NO_UNITS, (), b"")
         self._page_to_place: dict[bytes, Cut] = {}
         self._tails: dict[bytes, dict[bytes, Cut]] = {}
         self._heap: list[tuple[float, int, Cut]] = []
@@ -94,14 +95,14 @@ class PrefixTree:
                     return cut, known
         return None, known
 
-    def pages_of(self, cut: Cut) -> tuple[int, ...]:
+    def pages_of(self, cut: Cut) -> Runs:
         """All pages up to a cut, in order."""
         parts = []
         place: Cut | None = cut
         while place is not None:
             parts.append(place.pages)
             place = place.parent
-        return tuple(itertools.chain.from_iterable(reversed(parts)))
+        return Runs.join(reversed(parts))
 
     def count_pinned_pages(self) -> int:
         """Pages on the paths of pinned cuts: those that can not be given up now."""
@@ -137,23 +138,33 @@ class PrefixTree:
         self._rank(cut, cut.score - 1.0)
 
     def insert(
-        self, digests: Sequence[bytes], ids: memoryview, position: int, slab: int, pages: Sequence[int], now_us: int
+        self,
+        digests: Sequence[bytes],
+        ids: memoryview,
+        position: int,
+        slab: int,
+        pages: Sequence[int],
+        now_us: int,
+        *,
+        first: int = 0,
     ) -> range | None:
-        """A cut at `position`, with this slab. `pages` are all of the prompt's.
+        """A cut at `position`, with this slab. `pages` are the ids' from page `first` on; those before the tree has.
 
         Returns:
-            Which of `pages`, by index, are the tree's from now on; all before them it has already. None where the cut
-            is there, and neither pages nor slab are taken.
+            Which pages, counted from the ids' first, are the tree's from now on; all before them it has already. None
+            where the cut is there, and neither pages nor slab are taken.
         """
         whole, count = position // self._page_tokens, -(-position // self._page_tokens)
         tail = bytes(ids[4 * whole * self._page_tokens : 4 * position])
         if tail in self._tails.get(digests[whole], {}):
             return None
         known = self._count_known(digests, whole)
+        if known < first:
+            raise LocalProtocolError(f"prefix cache: {first} pages are not given, {known} of them are known")
         cut = self._place_at(digests, known)
         if tail or known < whole:
             path = tuple(digests[known + 1 : whole + 1])
-            leaf = Cut(cut, position, tuple(pages[known:count]), path, digests[whole], tail)
+            leaf = Cut(cut, position, Runs.of(pages[known - first : count - first]), path, digests[whole], tail)
             cut.children[leaf] = None
             self._page_to_place.update(dict.fromkeys(path, leaf))
             self.num_pages += len(leaf.pages)
@@ -166,7 +177,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------ giving up
 
-    def evict(self, *, is_for_pages: bool) -> tuple[tuple[int, ...], int] | None:
+    def evict(self, *, is_for_pages: bool) -> tuple[Runs, int] | None:
         """Gives up the unpinned cut with the lowest score: its pages, maybe none, and its slab. None: no such cut.
 
         Args:
@@ -187,7 +198,7 @@ class PrefixTree:
             heapq.heappush(self._heap, entry)
         return None if found is None else self._give_up(found)
 
-    def _give_up(self, cut: Cut) -> tuple[tuple[int, ...], int]:
+    def _give_up(self, cut: Cut) -> tuple[Runs, int]:
         slab, cut.slab = cut.slab, -1
         self.num_cuts -= 1
         tails = self._tails[cut.end]
@@ -196,7 +207,7 @@ class PrefixTree:
             del self._tails[cut.end]
         if cut.children:
             self._join(cut)
-            return (), slab
+            return NO_UNITS, slab
         for digest in cut.digests:
             del self._page_to_place[digest]
         self.num_pages -= len(cut.pages)
@@ -261,7 +272,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------ checks
 
-    def holdings(self) -> Iterator[tuple[tuple[int, ...], int]]:
+    def holdings(self) -> Iterator[tuple[Runs, int]]:
         """Pages and slab (-1: none) of each place."""
         return ((place.pages, place.slab) for place in self._places())
 

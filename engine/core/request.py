@@ -58,9 +58,9 @@ class Prompt:
     grant: PagesGranted | None = None
     link: int = 0
     decode_generation: int = 0
-    remote_pages: tuple[int, ...] = ()
+    remote_pages: Runs = NO_UNITS
     ids: memoryview = dataclasses.field(default_factory=lambda: memoryview(b""))
-    pages: tuple[int, ...] = ()
+    pages: Runs = NO_UNITS
     slab: int = -1
     planned: int = 0
     computed: int = 0
@@ -110,6 +110,7 @@ class Sequence:
         count: completion tokens known to the host, those of earlier attempts included; while it runs, as it began.
         slot: its place in the columns of `running.Running` while a submitted step may name it.
         steps: once it runs no longer: submitted steps that name its memory.
+        granted: of its pages those of its prompt, once they were granted; `prompt_pages` is their number.
         pushed_mask: bit p is set once page p of the prompt was written.
         told: (first page, pages, checksum) of each push, where pushes have checksums.
         next_token: the last token when it began to run.
@@ -133,6 +134,7 @@ class Sequence:
     granted_us: int = 0
     prompt_pages: int = 0
     pages: Runs = NO_UNITS
+    granted: Runs = NO_UNITS
     slab: int = -1
     pushed_mask: int = 0
     told: tuple[tuple[int, int, int], ...] = ()

@@ -22,7 +22,7 @@ from engine.core.plan import Base
 from engine.core.prefix import Cut, PrefixTree
 from engine.core.recall import Recall, Told
 from engine.core.request import Prompt, RequestKey, count_pages
-from engine.core.runs import Runs
+from engine.core.runs import NO_UNITS, Runs
 from engine.errors import LocalProtocolError
 from transport.messages import DeclineReason, PrefixCounts
 
@@ -137,8 +137,7 @@ class PrefixCache:
 
     def donate(self, prompt: Prompt, now_us: int) -> None:
         """Everything of a prompt is computed, and nothing names its memory any more: what may be of use stays."""
-        first = prompt.cached // self._page_tokens
-        kept: set[int] = set()
+        loose, at = NO_UNITS, prompt.cached // self._page_tokens
         for position in sorted(prompt.keeps):
             slab = prompt.keeps[position]
             assert prompt.digests is not None
@@ -147,13 +146,14 @@ class PrefixCache:
                 self._arena.slabs.free((slab,), PageState.OWNED)
             else:
                 self._arena.cache(prompt.pages[taken.start : taken.stop], slab)
-                kept.update(taken)
+                if taken:
+                    loose, at = loose + prompt.pages[at : taken.start], taken.stop
         if prompt.digests is not None:
             self._seen.add(prompt.digests)
         if self._takes_turns and prompt.num_ids in prompt.keeps:
             assert prompt.digests is not None
             self._recall.add(prompt.key, Told(bytes(prompt.ids), prompt.digests))
-        self._free(prompt, [prompt.pages[at] for at in range(first, len(prompt.pages)) if at not in kept])
+        self._free(prompt, loose + prompt.pages[at:])
 
     def give_back(self, prompt: Prompt) -> None:
         """A prompt was given up, and nothing names its memory any more."""
@@ -203,15 +203,14 @@ class PrefixCache:
 
     def keep_turn(self, turn: Turn, now_us: int) -> None:
         """All of a turn is here, and owned: it becomes a cut."""
-        pages = (*[-1] * turn.first, *turn.pages)
-        taken = self._tree.insert(turn.digests, turn.ids, turn.num_ids, turn.slab, pages, now_us)
-        kept = range(0) if taken is None else taken
-        owned = [pages[at] for at in range(turn.first, len(pages)) if at not in kept]
-        self._arena.pages.free(owned, PageState.OWNED)
+        pages = turn.pages
+        taken = self._tree.insert(turn.digests, turn.ids, turn.num_ids, turn.slab, pages, now_us, first=turn.first)
         if taken is None:
-            self._arena.slabs.free((turn.slab,), PageState.OWNED)
+            self._arena.free(pages, turn.slab, PageState.OWNED)
         else:
-            self._arena.cache(pages[kept.start : kept.stop], turn.slab)
+            first, end = (taken.start - turn.first, taken.stop - turn.first) if taken else (0, 0)
+            self._arena.pages.free(pages[:first] + pages[end:], PageState.OWNED)
+            self._arena.cache(pages[first:end], turn.slab)
             self._choose(turn)
         self.unpin_turn(turn)
 
@@ -271,9 +270,7 @@ class PrefixCache:
     # ------------------------------------------------------------ inside
 
     def _allocate(self, prompt: Prompt, num_pages: int) -> None:
-        """All of a prompt's memory. Its pages are numbers one by one: parts of them become the tree's."""
-        pages, prompt.slab = self._arena.allocate(num_pages)
-        prompt.pages = tuple(pages)
+        prompt.pages, prompt.slab = self._arena.allocate(num_pages)
 
     def _take(self, prompt: Prompt, cut: Cut, num_pages: int) -> bool:
         """Has the prompt go on from this cut, if there is room for the rest."""
@@ -284,17 +281,17 @@ class PrefixCache:
             return False
         pages = self._tree.pages_of(cut)
         own, prompt.slab = self._arena.allocate(num_pages - shared)
-        prompt.pages = (*pages[:shared], *own)
+        prompt.pages = pages[:shared] + own
         prompt.cut, prompt.base = cut, Base(cut.slab, pages[shared] if is_inside else -1)
         prompt.cached = prompt.planned = prompt.computed = cut.position
         return True
 
-    def _free(self, prompt: Prompt, pages: Sequence[int]) -> None:
+    def _free(self, prompt: Prompt, pages: Runs) -> None:
         self._arena.free(pages, prompt.slab, PageState.OWNED)
         if prompt.cut is not None:
             self._tree.unpin(prompt.cut)
         self._keeping.pop(prompt.key, None)
-        prompt.pages, prompt.slab, prompt.cut, prompt.cached = (), -1, None, 0
+        prompt.pages, prompt.slab, prompt.cut, prompt.cached = NO_UNITS, -1, None, 0
         prompt.keeps.clear()
 
     def _make_room(self, num_pages: int) -> bool:
@@ -334,6 +331,6 @@ class PrefixCache:
             raise LocalProtocolError("prefix cache: nothing can be given up, though it was counted")
         self._take_back(given_up)
 
-    def _take_back(self, given_up: tuple[Sequence[int], int]) -> None:
+    def _take_back(self, given_up: tuple[Runs, int]) -> None:
         self._arena.evict(*given_up)
         self._evicted_pages += len(given_up[0])

@@ -7,6 +7,7 @@ can: a request has one as a rule, whatever its length.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -42,8 +43,43 @@ class Runs(Sequence[int]):
                 ranges.append(range(unit, unit + 1))
         return cls(tuple(ranges))
 
+    @classmethod
+    def from_bytes(cls, said: bytes) -> Runs:
+        """Numbers as a message has them: little-endian int32."""
+        first, count = int.from_bytes(said[:4], "little", signed=True), len(said) // 4
+        if said == np.arange(first, first + count).astype("<i4").tobytes():
+            return cls((range(first, first + count),)) if said else NO_UNITS
+        units = np.frombuffer(said, "<i4")
+        ends = [*(np.flatnonzero(units[1:] != units[:-1] + 1) + 1).tolist(), count]
+        firsts = units[[0, *ends[:-1]]].tolist()
+        lengths = map(operator.sub, ends, [0, *ends[:-1]])
+        return cls(tuple([range(first, first + length) for first, length in zip(firsts, lengths, strict=True)]))
+
+    @classmethod
+    def join(cls, parts: Iterable[Runs]) -> Runs:
+        """All numbers of `parts`, one part after the other."""
+        ranges: list[range] = []
+        for part in parts:
+            for run in part.ranges:
+                if ranges and ranges[-1].stop == run.start:
+                    ranges[-1] = range(ranges[-1].start, run.stop)
+                else:
+                    ranges.append(run)
+        return cls(tuple(ranges))
+
+    def is_within(self, total: int) -> bool:
+        """Whether all are units of an arena of so many."""
+        return all(run.start >= 0 and run.stop <= total for run in self.ranges)
+
+    def to_bytes(self) -> bytes:
+        """See `from_bytes`."""
+        return self.to_array("<i4").tobytes()
+
     def __len__(self) -> int:
         return self._length
+
+    def __add__(self, other: Runs) -> Runs:
+        return Runs.join((self, other)) if self and other else self or other
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -54,7 +90,7 @@ class Runs(Sequence[int]):
             first, end, step = at.indices(self._length)
             if step != 1:
                 raise ValueError(f"runs are cut by step 1, not {step}")
-            return self._cut(first, end)
+            return self if first == 0 and end == self._length else self._cut(first, end)
         left = at + self._length if at < 0 else at
         for run in self.ranges if left >= 0 else ():
             if left < len(run):
@@ -89,8 +125,6 @@ class Runs(Sequence[int]):
         return (np.arange(self._length) + shifts.repeat(lengths)).astype(dtype)
 
     def _cut(self, first: int, end: int) -> Runs:
-        if first == 0 and end == self._length:
-            return self
         if len(self.ranges) == 1:
             part = self.ranges[0][first:end]
             return Runs((part,)) if part else NO_UNITS

@@ -219,15 +219,15 @@ def _plan_chunks(state: Schedule, limits: StepLimits, flight: Flight) -> tuple[P
         tokens = prompt.ids[4 * prompt.planned : 4 * end]
         chunk = PrefillChunk(prompt.key[0], prompt.slab, prompt.planned, tokens, prompt.pages, sampling)
         if prompt.keeps or prompt.base is not None:
-            base = prompt.base if prompt.planned == prompt.cached else None
-            chunk = dataclasses.replace(chunk, base=base, keep=prompt.keeps.get(end, -1))
+            chunk.base = prompt.base if prompt.planned == prompt.cached else None
+            chunk.keep = prompt.keeps.get(end, -1)
         if sampling is not None and sampling.needs_seen:
-            chunk = dataclasses.replace(chunk, seen=prompt.ids, generated=prompt.start.generated)
+            chunk.seen, chunk.generated = prompt.ids, prompt.start.generated
         tops = prompt.start.sampling.prompt_logprobs
         if tops >= 0:
             own = 4 * (prompt.num_ids - prompt.start.generated)
-            targets = prompt.ids[min(4 * prompt.planned + 4, own) : min(4 * end + 4, own)]
-            chunk = dataclasses.replace(chunk, targets=targets, target_tops=tops)
+            chunk.targets = prompt.ids[min(4 * prompt.planned + 4, own) : min(4 * end + 4, own)]
+            chunk.target_tops = tops
         chunks.append(chunk)
         prompt.planned = end
         prompt.steps += 1

@@ -13,9 +13,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 from engine.errors import LocalProtocolError, RemoteProtocolError
 
-P = TypeVar("P", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
+P = TypeVar("P", bound="Term")
+E = TypeVar("E", bound="Term")
 A = TypeVar("A", bound=enum.Enum)
+
+
+class Term(enum.Enum):
+    """A phase or an event. Each is one object, so its hash need not be that of its name, which Python code makes."""
+
+    __hash__ = object.__hash__
 
 
 class Transition(NamedTuple, Generic[P, A]):
@@ -32,8 +38,8 @@ class Table(dict[tuple[P, E], Transition[P, A]]):
         super().__init__(rows)
         self.remote = frozenset(remote)
 
-    def follow(self, phase: P, event: E, what: str) -> Transition[P, A]:
-        """The transition for `event` in `phase`; `what` names the request or the epoch in the error.
+    def follow(self, phase: P, event: E, *what: object) -> Transition[P, A]:
+        """The transition for `event` in `phase`; the words of `what` name the request or the epoch in the error.
 
         Raises:
             RemoteProtocolError: the table has no such pair and a message caused the event.
@@ -42,7 +48,7 @@ class Table(dict[tuple[P, E], Transition[P, A]]):
         transition = self.get((phase, event))
         if transition is None:
             kind = RemoteProtocolError if event in self.remote else LocalProtocolError
-            raise kind(f"{what}: {event.value} in state {phase.value}")
+            raise kind(f"{' '.join(map(str, what))}: {event.value} in state {phase.value}")
         return transition
 
     def draw(self, title: str) -> list[str]:

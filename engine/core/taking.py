@@ -287,7 +287,7 @@ class Taker:
 
     def _move(self, gift: Gift, event: TakerEvent, *, reason: DeclineReason = "gone", now_us: int = 0) -> None:
         before = gift.phase
-        transition = TAKER.follow(before, event, f"turn {gift.key}")
+        transition = TAKER.follow(before, event, "turn", gift.key)
         gift.phase = transition.phase
         if before in _WRITTEN and transition.phase not in _WRITTEN:
             del self._gifts[gift.epoch]
@@ -327,7 +327,7 @@ class Taker:
         pages, slab = gift.turn.pages, gift.turn.slab
         self._arena.grant(pages, slab)
         word = PagesGranted(*gift.key, epoch=gift.epoch, slab=slab, num_pages=len(pages))
-        self._tell(ToPeer(gift.link, word, pages.to_array(np.int32).tobytes()))
+        self._tell(ToPeer(gift.link, word, pages.to_bytes()))
 
     def _keep(self, gift: Gift, now_us: int) -> None:
         assert gift.turn is not None and gift.commit is not None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -60,9 +61,9 @@ class TokenBuffer:
         is_plain = not self._singles and len(self._columns) == 1
         if is_plain and self._columns[0][3] is None and sys.byteorder == "little":
             return self._take_plain(step)
+        if not self._columns and len({single[0] for single in self._singles}) == len(self._singles):
+            return self._take_singles(step)
         self._join_singles()
-        if not self._columns:
-            return None
         columns = self._columns[0] if len(self._columns) == 1 else _join(self._columns)
         self._columns = []
         requests = columns[0]
@@ -97,6 +98,17 @@ class TokenBuffer:
         if num_rows == 0:
             return None
         blob = b"".join((self._head, indices.tobytes(), self._ones, tokens.tobytes()))
+        return TokensEmitted(step, num_rows, num_rows), blob
+
+    def _take_singles(self, step: int) -> tuple[TokensEmitted, bytes] | None:
+        """Where no step has ended, and each is another request's: columns would cost more than they hold."""
+        if not self._singles:
+            return None
+        requests, attempts, indices, tokens = zip(*self._singles, strict=True)
+        num_rows = len(self._singles)
+        self._singles.clear()
+        form = f"<{num_rows}q{4 * num_rows}i"
+        blob = struct.pack(form, *requests, *attempts, *indices, *(1,) * num_rows, *tokens)
         return TokensEmitted(step, num_rows, num_rows), blob
 
     def _join_singles(self) -> None:

@@ -40,7 +40,7 @@ MOST_DRAFTS = SPARE_ROWS - 1
 UNKNOWN = -1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # as core.plan.StepPlan
 class Decode:
     """The decode rows of a step as columns.
 

@@ -39,7 +39,7 @@ from transport.messages import Sampling
 Ints = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # as core.plan.StepPlan
 class Chunk:
     """A prefill chunk, copied out of its plan."""
 
@@ -56,7 +56,7 @@ class Chunk:
     keep: int = -1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # as core.plan.StepPlan
 class Job:
     """A plan of which nothing is borrowed any more. `idle`, `stop`: see `StepPlan`."""
 

@@ -92,6 +92,9 @@ class KeepingFabric:
             kept.started.set()
         await self._inner.forget(target)
 
+    def prepare_push(self, target: Target, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        self._inner.prepare_push(target, local_blocks, remote_blocks)
+
     def expect_push(self) -> None:
         self._inner.expect_push()
 

@@ -174,6 +174,35 @@ async def test_a_push_that_was_expected_ends_as_any_other(pair: Pair) -> None:
     pair.fabric.expect_push()  # and one that does not come
 
 
+async def test_a_push_that_was_prepared_ends_as_any_other(pair: Pair) -> None:
+    local, remote = [10, 11, SLAB + 2], [20, 21, SLAB + 7]
+    pair.fabric.prepare_push(pair.target, local, remote)
+    pair.fabric.prepare_push(pair.target, local, remote)
+    await trio.sleep(0.002)
+    assert await pair.peer.do("untouched", [])
+    pair.arena.fill(9)  # what is there when it begins is what counts
+    for _ in range(2):
+        assert await push(pair, local, remote) == 2 * PAGE_BYTES + SLAB_BYTES
+        await check_arrived(pair, local, remote)
+
+
+async def test_prepared_pushes_that_do_not_come_or_can_not_change_nothing(pair: Pair) -> None:
+    for block in range(NUM_PAGES):
+        pair.fabric.prepare_push(pair.target, [block], [block])
+    pair.fabric.prepare_push(pair.target, [1], [NUM_BLOCKS])
+    with pytest.raises(FabricError, match="outside the table"):
+        pair.fabric.push(pair.target, [1], [NUM_BLOCKS])
+    await push(pair, [0, 2], [0, 2])
+    await push(pair, [NUM_PAGES - 1], [NUM_PAGES - 1])
+    await check_arrived(pair, [0, 2, NUM_PAGES - 1], [0, 2, NUM_PAGES - 1])
+    await pair.fabric.forget(pair.target)
+    pair.fabric.prepare_push(pair.target, [1], [1])
+    with pytest.raises(FabricError, match="was forgotten"):
+        pair.fabric.push(pair.target, [1], [1])
+    pair.target = await pair.fabric.connect(await pair.peer.do("describe"))
+    pair.fabric.prepare_push(pair.target, [3], [3])
+
+
 async def test_bytes_arrive_where_they_were_sent_and_nowhere_else(pair: Pair) -> None:
     assert await push(pair, [3], [5]) == PAGE_BYTES
     await check_arrived(pair, [3], [5])

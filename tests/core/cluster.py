@@ -18,12 +18,13 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from engine.core.decode import DecodeSide
-from engine.core.effects import DropLink, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
+from engine.core.effects import DropLink, ExpectPush, ReadBack, StartPush, TellCorrupt, ToHead, ToPeer
 from engine.core.handback import TakerPhase
 from engine.core.handoff import DecodePhase
 from engine.core.pages import PageState
 from engine.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
 from engine.core.prefill import PrefillSide
+from engine.core.request import RequestKey
 from engine.core.schedule import HandBack, SideSizes, StepLimits
 from engine.core.tokens import unpack_tokens
 from transport.messages import (
@@ -68,6 +69,7 @@ class Node:
     pages: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     slabs: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """The ids up to where each is filled, as of the steps that are over."""
+    expected: dict[RequestKey, StartPush] = dataclasses.field(default_factory=dict)
     is_dead: bool = False
     inbox: collections.deque[tuple[Message, bytes]] = dataclasses.field(default_factory=collections.deque)
 
@@ -238,7 +240,11 @@ class Cluster:
                         if pair.number == link and not pair.is_cut:
                             at_prefill = pair.prefill is node
                             (pair.to_decode if at_prefill else pair.to_prefill).append((message, blob))
+                case ExpectPush(push):
+                    node.expected[push.key] = push
                 case StartPush():
+                    if effect.slabs is not None and isinstance(node.side, PrefillSide):
+                        assert effect == node.expected.pop(effect.key), "the last push of a prompt was foreseen"
                     self._start_push(node, effect)
                 case ReadBack():
                     node.readings.append(effect)

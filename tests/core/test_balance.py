@@ -172,7 +172,7 @@ def problems(draw: st.DrawFn) -> tuple[Placement, np.ndarray, Topology]:
     return current, loads, topology
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(), st.floats(0, 100))
 def test_a_plan_keeps_its_limits_and_its_bill_is_true(
     problem: tuple[Placement, np.ndarray, Topology], slot_price: float
@@ -204,7 +204,7 @@ def test_a_plan_keeps_its_limits_and_its_bill_is_true(
     assert len(change.arrivals) == int((~stays & (plan.target.table != EMPTY)).sum())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems())
 def test_dearer_moves_are_fewer_and_a_longer_horizon_saves_no_less(
     problem: tuple[Placement, np.ndarray, Topology],
@@ -221,7 +221,7 @@ def test_dearer_moves_are_fewer_and_a_longer_horizon_saves_no_less(
         assert longer.bill.net_us >= shorter.bill.net_us - 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems())
 def test_packing_keeps_the_limits_and_repeats(
     problem: tuple[Placement, np.ndarray, Topology],
@@ -234,7 +234,7 @@ def test_packing_keeps_the_limits_and_repeats(
     assert pack_placement(current, loads, topology) == packed
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(), st.floats(0.01, 10))
 def test_planning_is_a_function_of_its_arguments(
     problem: tuple[Placement, np.ndarray, Topology], slot_price: float

@@ -255,3 +255,15 @@ def test_pages_ever_seen_are_bounded_and_the_first_pages_stay_longest() -> None:
     seen.add(fingerprints.digest(pack([99] * 3 * T), ""))
     assert len(seen) == 6 and seen.count(digests) == 3
     assert seen.count(fingerprints.digest(pack(list(range(5 * T))), "salt")) == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=12), st.integers(1, 8))
+def test_pages_seen_lately_are_remembered_in_order(prompts: list[list[int]], most: int) -> None:
+    seen, fingerprints, order = SeenPages(most), Fingerprints(T), list[bytes]()
+    for prompt in prompts:
+        digests = fingerprints.digest(pack([token for token in prompt for _ in range(T)]), "")
+        seen.add(digests)
+        for digest in reversed(digests[1:]):
+            order = [other for other in order if other != digest] + [digest]
+        order = order[-most:]
+        assert [*seen._seen] == order

@@ -38,6 +38,21 @@ def test_neighbours_are_one_run(numbers: list[int]) -> None:
     assert len(Runs.of(numbers).ranges) == (breaks + 1 if numbers else 0)
 
 
+@given(units, units)
+def test_runs_are_told_and_joined(numbers: list[int], more: list[int]) -> None:
+    runs = Runs.of(numbers)
+    said = np.array(numbers, "<i4").tobytes()
+    assert runs.to_bytes() == said
+    assert Runs.from_bytes(said) == numbers and Runs.from_bytes(said).ranges == runs.ranges
+    assert (runs + Runs.of(more)).ranges == Runs.of([*numbers, *more]).ranges
+    assert runs.is_within(12) == all(0 <= number < 12 for number in numbers)
+
+
+def test_the_ends_of_int32_are_within_no_arena() -> None:
+    for numbers in ([2**31 - 1], [2**31 - 2, 2**31 - 1], [2**31 - 1, -(2**31)], [-(2**31), 4]):
+        assert not Runs.from_bytes(np.array(numbers, "<i4").tobytes()).is_within(2**31 - 1)
+
+
 def test_runs_are_cut_by_one() -> None:
     assert NO_UNITS == () and NO_UNITS[:] == []
     with pytest.raises(ValueError, match="step 1"):

@@ -24,9 +24,7 @@ ROOMS = ((24, 1), (24, 2), (24, 3), (24, 6), (80, 4), (80, 8), (80, 20), (240, 2
 """Pages and slabs of clusters with caches."""
 
 
-def play(
-    seed: int, *, faults: bool, checksums: bool = False, caches: bool = False, turns: bool = False
-) -> Cluster:
+def play(seed: int, *, faults: bool, checksums: bool = False, caches: bool = False, turns: bool = False) -> Cluster:
     """Thirty requests with faults, then quiet until nothing moves. With caches most begin as others do."""
     num_pages, num_slabs = random.Random(seed).choice(ROOMS) if caches else (24, 4)
     cluster = Cluster(
@@ -130,9 +128,12 @@ def test_with_faults_no_write_hits_the_wrong_memory_and_only_burnt_epochs_keep_a
 
 def test_the_faults_really_happen() -> None:
     seen: collections.Counter[str] = collections.Counter()
+    wanted = {"death", "failed push", "rank_lost", "transfer_failed", "write into quarantine"}
     for seed in range(12):
         seen += play(seed, faults=True).seen
-    assert {"death", "failed push", "rank_lost", "transfer_failed", "write into quarantine"} <= set(seen)
+        if wanted <= set(seen):
+            return
+    raise AssertionError(seen)
 
 
 def test_with_checksums_everything_is_read_back_once_and_corruption_costs_an_attempt() -> None:
@@ -196,28 +197,31 @@ def test_with_turns_and_faults_memory_is_accounted_for_on_every_way_out(seed: in
 def test_turns_are_really_handed_back() -> None:
     seen: collections.Counter[str] = collections.Counter()
     totals: collections.Counter[str] = collections.Counter()
+    kinds = ("offered", "withdrawn", "declined", "failed", "granted", "gone", "full", "kept", "kept_pages")
     for seed in range(40):
         cluster = play(seed, faults=seed % 2 > 0, caches=True, turns=True)
         seen += cluster.seen
         for node in cluster.nodes:
             totals.update(msgspec.structs.asdict(node.side.gauges().turns))
-    assert seen["turn landed"] > 100 and seen["turn into quarantine"] > 0, seen
-    for what in ("offered", "withdrawn", "declined", "failed", "granted", "gone", "full", "kept", "kept_pages"):
-        assert totals[what] > 0, totals
-    assert totals["kept"] <= totals["granted"] <= totals["offered"]
+        assert totals["kept"] <= totals["granted"] <= totals["offered"]
+        if seen["turn landed"] > 100 and seen["turn into quarantine"] and all(totals[what] > 0 for what in kinds):
+            return
+    raise AssertionError((seen, totals))
 
 
 def test_caches_are_really_used() -> None:
     seen: collections.Counter[str] = collections.Counter()
     evicted = 0
-    for seed in range(30):
+    for seed in range(12):
         cluster = play(seed, faults=seed % 2 > 0, caches=True)
         seen += cluster.seen
         for node in cluster.nodes[:2]:
             evicted += node.side.gauges().prefix.evicted_pages
             counts = node.side.gauges().prefix
             assert 0 <= counts.hit <= counts.possible <= counts.queried
-    assert seen["cached"] > 400 and seen["kept"] > 100 and evicted > 100, (seen, evicted)
+        if seen["cached"] > 160 and seen["kept"] > 40 and evicted > 40:
+            return
+    raise AssertionError((seen, evicted))
 
 
 def keeps_pins_for_itself(patch: pytest.MonkeyPatch) -> None:

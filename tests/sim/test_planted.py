@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from engine.actors import push, rank, router
-from engine.actors.intake import Inbox, PushDone
+from engine.actors.intake import PushDone
 from engine.core import backlog, decode, fence, plan, prefill, prefix, reuse, running
 from engine.core.handoff import (
     DECODE,
@@ -84,13 +84,13 @@ def epoch_ended_while_a_write_runs(patch: pytest.MonkeyPatch) -> None:
 def late_push_accepted(patch: pytest.MonkeyPatch) -> None:
     """An overdue or failed write counts as done."""
 
-    async def wait(order, transfer, link, fabric, inbox: Inbox, meter, transfer_s: float, reader) -> None:
+    async def wait(pushing, order, transfer, link) -> None:
         with trio.move_on_after(0.01):
             await transfer.done.wait()
-        inbox.put(PushDone(order.key, order.first, order.count, TransferReport(1, 1, 1, 1)))
+        pushing.tell(PushDone(order.key, order.first, order.count, TransferReport(1, 1, 1, 1)))
         link.count_push(-1)
 
-    patch.setattr(push, "_wait", wait)
+    patch.setattr(push.Pushing, "_wait", wait)
 
 
 @bug("liveness", seeds=10)
@@ -327,7 +327,7 @@ def open_page_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reuse, "Base", lambda slab, page: plan.Base(slab))
 
 
-@bug("stream", seeds=60)
+@bug("stream", seeds=60, first=12)
 def prefix_found_by_its_length(patch: pytest.MonkeyPatch) -> None:
     """The ids behind the last page end are not compared."""
     original = prefix.PrefixTree.find

@@ -14,7 +14,7 @@ from transport import nixl_load
 from transport.errors import FabricError
 from transport.fabric import BlockRun
 from transport.nixl_door import Door
-from transport.nixl_fabric import is_available, nixl_status, open_nixl_fabric
+from transport.nixl_fabric import PREPARED_LIMIT, is_available, nixl_status, open_nixl_fabric
 from transport.nixl_naps import NAP_S, SHARE, choose_nap
 from transport.nixl_owner import AgentThread
 
@@ -130,6 +130,81 @@ async def test_a_fabric_that_receives_is_idle_until_a_peer_rings(monkeypatch: py
             await a.wait(a.push(target, [1], [3]))
         assert (memory[4096:].reshape(64, 64)[[2, 3]] == 7).all()
         assert not memory[4096:].reshape(64, 64)[[0, 1, *range(4, 64)]].any()
+
+
+@needs_nixl
+async def test_a_prepared_push_is_the_one_that_begins_and_few_are_kept() -> None:
+    async with open_nixl_fabric("x", receives=False) as fabric:
+        memory = np.zeros(8192, np.uint8)
+        await fabric.register([BlockRun(memory.ctypes.data, 64, 128)])
+        target = await fabric.connect(fabric.describe())
+        for block in range(PREPARED_LIMIT + 3):
+            fabric.prepare_push(target, [block], [64 + block])
+        kept = list(fabric._prepared.values())
+        assert [transfer._ours.tolist() for transfer in kept] == [[block] for block in range(3, PREPARED_LIMIT + 3)]
+        assert fabric.push(target, [3], [67]) is kept[0]
+        memory[0:64] = 5
+        await fabric.wait(fabric.push(target, [0], [64]))
+        assert (memory[64 * 64 : 65 * 64] == 5).all() and not memory[65 * 64 :].any()
+        assert set(fabric._thread._prepared) == set(kept[1:]) and all(each._handle for each in kept[1:])
+        await fabric.forget(target)
+        assert not fabric._prepared and not fabric._thread._prepared and not any(each._handle for each in kept)
+        target = await fabric.connect(fabric.describe())
+        fabric.prepare_push(target, [1], [2])
+        (last,) = fabric._prepared.values()
+    assert last._handle is None, "the thread has released it before it ended"
+
+
+class _Work:
+    """A transfer that is over as soon as it has started."""
+
+    door = "nobody"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.done = trio.Event()
+
+    def prepare(self, agent: object) -> None:
+        self.seen.append("prepare")
+
+    def start(self, agent: object) -> bool:
+        self.seen.append("start")
+        return True
+
+    def poll(self, agent: object) -> bool:
+        raise AssertionError("it is over")
+
+    def release(self) -> None:
+        self.seen.append("release")
+
+    def drop(self, why: str) -> None:
+        self.release()
+
+    def settle(self) -> None:
+        self.seen.append("settle")
+        self.done.set()
+
+
+async def test_what_the_library_holds_of_a_transfer_is_given_up_once_whether_it_began_or_not() -> None:
+    thread = AgentThread("test-release", object, (), receives=False)
+    await thread.start()
+    try:
+        work, waited, dropped = _Work(), _Work(), _Work()
+        thread.begin(work)
+        await work.done.wait()
+        await trio.sleep(0.02)
+        assert sorted(work.seen) == ["release", "settle", "start"]
+        thread.begin(waited)
+        await thread.call(lambda agent: None, "anything")
+        assert "release" in waited.seen, "calls may take away what it needs"
+        thread.prepare(dropped)
+        thread.discard(dropped)
+        await thread.call(lambda agent: None, "anything")
+        assert dropped.seen == ["prepare", "release"]
+        thread.prepare(kept := _Work())
+    finally:
+        await thread.stop()
+    assert kept.seen in (["prepare", "release"], []), "released, or never prepared"
 
 
 async def test_a_ring_is_heard_once_and_never_fails() -> None:

@@ -103,11 +103,11 @@ class Saboteur:
 def patch_tables(module):
     real = type(module.PREFILL).follow
 
-    def follow(table, phase, event, what):
-        transition = real(table, phase, event, what)
+    def follow(table, phase, event, *what):
+        transition = real(table, phase, event, *what)
         if table is not module.PREFILL and table is not module.DECODE:
             return transition
-        request = int(what.partition("(")[2].partition(",")[0])
+        request = int(" ".join(map(str, what)).partition("(")[2].partition(",")[0])
         if any(action.name == "PUSH" for action in transition.actions):
             SABOTEUR.writes.append(request)
         SABOTEUR.passed(transition.phase.value, event.name, request)
