@@ -48,9 +48,14 @@ class TimedQueue(Generic[T]):
 
     def get(self, timeout: float | None = None) -> T:
         """The first one; waits so many seconds, or until there is one. Raises queue.Empty."""
+        self.wait(timeout)
+        return self.get_nowait()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits so many seconds, or until there is something to take; whether there is."""
         due = None if timeout is None else time.monotonic() + timeout
         while not self._items:
             left = -1.0 if due is None else due - time.monotonic()
             if (due is not None and left <= 0) or not self._bell.acquire(timeout=left):
                 break
-        return self.get_nowait()
+        return bool(self._items)

@@ -1,7 +1,7 @@
 """TorchDevice: the Device of a rank. One worker thread runs the steps, in order; the trio loop only hands over.
 
 The worker is the one thread of a rank that computes, on a CPU itself, on a GPU by what it launches and waits for. Its
-results come back through the trio token.
+results come back by calls that it leaves for the loop.
 After a failed step the arena's contents are unknown, so the device refuses everything that follows. In a group a step
 that breaks off because of another rank has not failed: `group.GroupWorker` runs it again.
 """
@@ -9,10 +9,8 @@ that breaks off because of another rank has not failed: `group.GroupWorker` runs
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -46,6 +44,7 @@ from engine.model.transformer import PagedTransformer
 from engine.ports import DeviceInfo, ExpertSlots
 from transport.checksum import BlockReader
 from transport.fabric import BlockRun
+from transport.thread_calls import ThreadCalls
 
 if TYPE_CHECKING:
     from engine.model.gpu_group import GraphSteps
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
 QUEUE_DEPTH = 2
 SWITCH_INTERVAL_S = 5e-5
 """The interpreter's default of 5 ms would be the loop's wake-up time while a step runs."""
-NAP_S, GROUP_NAP_S = 1.0, 2e-3
-"""Longest sleep of the worker while a step is under way; in a group others may end meanwhile."""
+NAP_S = 1.0
+"""Longest sleep of the worker while a step is under way."""
 SLABS_PER_ROW = 2
 """Default slabs: sequences that are being received or wait for their turn need one as well."""
 
@@ -73,8 +72,6 @@ class StepTicket:
         self.failure: str | None = None
         self.broken: collections.deque[GroupBroken] = collections.deque()
         """Breakages of its group that `wait` has not told yet."""
-        self.news = trio.Event()
-        """Set when `is_done` is, or `broken` is not empty."""
 
 
 class TorchDevice:
@@ -128,7 +125,7 @@ class TorchDevice:
         self._ahead: GraphSteps | None = None
         if grouping is not None:
             self._experts, self._group = self._open_group(grouping)
-        self._token = trio.lowlevel.current_trio_token()
+        self._told = ThreadCalls()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._worker = threading.Thread(target=self._work, name="torch-device", daemon=True)
         self._worker.start()
@@ -178,12 +175,12 @@ class TorchDevice:
             DeviceError: the step failed.
             GroupBroken: once for each breakage; the step goes on in the next membership.
         """
-        await ticket.news.wait()
+        if ticket.is_done or ticket.broken:
+            await trio.lowlevel.checkpoint()
+        while not ticket.is_done and not ticket.broken:
+            await self._told.wait()
         if ticket.broken:
-            breakage = ticket.broken.popleft()
-            if not ticket.broken and not ticket.is_done:
-                ticket.news = trio.Event()
-            raise breakage
+            raise ticket.broken.popleft()
         if ticket.result is None:
             raise DeviceError(f"step {ticket.step} failed: {ticket.failure}")
         return ticket.result
@@ -202,11 +199,14 @@ class TorchDevice:
     async def aclose(self) -> None:
         """See `ports.Device.aclose`. In a group that does not go on, queued steps are given up: after
         `limits.exchange_s` at the latest, and at once where the next membership is waited for."""
-        if not self._closed:
+        is_first = not self._closed
+        if is_first:
             self._closed = True
             self._jobs.put(Signal.CLOSE)
         # The worker ends after the queued steps; a step that hangs is ended with the process by its supervisor.
         await trio.to_thread.run_sync(self._worker.join, abandon_on_cancel=True)
+        if is_first:
+            self._told.close()
         if self._grammars is not None:
             self._grammars.close()
 
@@ -242,8 +242,6 @@ class TorchDevice:
                     self._end_next(functools.partial(self._run, job))
             while self._pipeline:
                 self._end_launched(self._pipeline)
-        except trio.RunFinishedError:
-            pass
         finally:
             if self._group is not None and self._grouping is not None:
                 self._group.end()
@@ -260,7 +258,7 @@ class TorchDevice:
             except Exception as error:  # the rank boundary: whatever a step dies of is reported to its waiter
                 self._fail(error)
         ticket.failure = self._failure
-        self._token.run_sync_soon(self._finish, ticket)
+        self._told.put(self._finish, ticket)
 
     def _launch(self, job: Job) -> bool:
         """Whether the job is under way, and ends later. If not, all before it have ended."""
@@ -298,8 +296,6 @@ class TorchDevice:
         """The next job, None at the end. What is under way ends meanwhile; memberships are joined."""
         try:
             return self._take_job()
-        except trio.RunFinishedError:
-            raise
         except Exception as error:  # the rank boundary, between two steps: whoever waits next hears of it
             self._fail(error)
         return self._take_job()
@@ -315,13 +311,11 @@ class TorchDevice:
             elif group is not None and group.can_meet:
                 group.meet()
                 continue
-            timeout_s = pipeline.find_wait(NAP_S if group is None else GROUP_NAP_S) if pipeline else None
+            timeout_s = pipeline.find_wait(NAP_S) if pipeline else None
             if group is not None:
                 item = group.next_item(self._jobs, timeout_s)
             else:
-                item = None
-                with contextlib.suppress(queue.Empty):
-                    item = self._jobs.get(timeout=timeout_s)
+                item = self._jobs.get_nowait() if self._jobs.wait(timeout_s) else None
             if isinstance(item, Job):
                 return item
             if item is Signal.CLOSE:
@@ -333,7 +327,7 @@ class TorchDevice:
         return self._group.run(job, self._jobs, functools.partial(self._tell_broken, ticket))
 
     def _tell_broken(self, ticket: StepTicket, breakage: GroupBroken) -> None:
-        self._token.run_sync_soon(self._break, ticket, breakage)
+        self._told.put(ticket.broken.append, breakage)
 
     def _fail(self, error: Exception) -> None:
         self._failure = f"{type(error).__name__}: {error}"
@@ -344,11 +338,6 @@ class TorchDevice:
         self._queued -= 1
         self._told_failure = ticket.failure
         ticket.is_done = True
-        ticket.news.set()
-
-    def _break(self, ticket: StepTicket, breakage: GroupBroken) -> None:
-        ticket.broken.append(breakage)
-        ticket.news.set()
 
 
 async def open_torch_device(

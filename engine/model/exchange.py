@@ -6,6 +6,7 @@ than the kernel's buffers pass both ways at once. Nothing spins: a group may hav
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
@@ -28,7 +29,7 @@ Key = tuple[int, int, int, int]
 FRAME_LIMIT = 1 << 30
 """Bytes of one frame."""
 LOOK_S = 1e-4
-"""How often `Mesh.finish` lets its caller look after something else meanwhile."""
+"""How often sockets are looked at, where the time until the caller's next look is too short for a poll."""
 GRACE_S = 1.0
 """Longest time beyond the limit before one of several silent places is accused; see `Mesh._check_overdue`."""
 _HEADER = struct.Struct("<q4q")
@@ -147,6 +148,9 @@ class Mesh:
         self._limit_s = limit_s
         self._begun: tuple[Key, float] | None = None
         self._open = True
+        self._ends = select.poll()
+        for link in links:
+            self._ends.register(link.fd, select.POLLRDHUP)
 
     def exchange(self, key: Key, frames: Mapping[int, Sequence[Piece]]) -> dict[int, memoryview]:
         """`start` and `finish` in one."""
@@ -184,14 +188,14 @@ class Mesh:
             self.close()
             raise
 
-    def finish(self, key: Key, look: Callable[[], bool] | None = None) -> dict[int, memoryview]:
+    def finish(self, key: Key, look: Callable[[], float] | None = None) -> dict[int, memoryview]:
         """Waits until all frames are sent and all others' have arrived: for each other place its frame's bytes.
 
         The views are writable and stay as they are until the second `start` after this call.
 
         Args:
             key: what was started.
-            look: called each LOOK_S while it waits, as long as it says that there is more to look after.
+            look: called while it waits; in how many seconds it is to be called again.
 
         Raises:
             MeshBroken: a place did not send, or take, its frame within the limit, or its connection ended.
@@ -214,12 +218,9 @@ class Mesh:
         if not self._open:
             # The numbers of its descriptors may be others' by now.
             return None
-        poll = select.poll()
-        links = {link.fd: link for link in self._links.values()}
-        for fd in links:
-            poll.register(fd, select.POLLRDHUP)
-        for fd, _ in poll.poll(0):
-            return MeshBroken(links[fd].place, "closed its connection", overdue=False)
+        for fd, _ in self._ends.poll(0):
+            place = next(link.place for link in self._links.values() if link.fd == fd)
+            return MeshBroken(place, "closed its connection", overdue=False)
         return None
 
     def close(self) -> None:
@@ -229,7 +230,7 @@ class Mesh:
             link.unsent = []
             link.sock.close()
 
-    def _finish(self, key: Key, begun: float, look: Callable[[], bool] | None) -> dict[int, memoryview]:
+    def _finish(self, key: Key, begun: float, look: Callable[[], float] | None) -> dict[int, memoryview]:
         frames: dict[int, memoryview] = {}
         poll = select.poll()
         waiting = {link.fd: link for link in self._links.values()}
@@ -253,14 +254,16 @@ class Mesh:
                 self._check_overdue(key, begun, list(waiting.values()), frames)
         return frames
 
-    def _poll(self, poll: select.poll, begun: float, look: Callable[[], bool] | None) -> list[tuple[int, int]]:
+    def _poll(self, poll: select.poll, begun: float, look: Callable[[], float] | None) -> list[tuple[int, int]]:
         """What can be sent or received; nothing after a while."""
-        if look is None or not look():
-            return poll.poll(1e3 * max(0.0, self._next_check(begun) - time.monotonic()))
-        ready = poll.poll(0)
-        if not ready:
-            # A poll's own least wait is a millisecond.
-            time.sleep(LOOK_S)
+        look_s = math.inf if look is None else look()
+        left_s = max(0.0, self._next_check(begun) - time.monotonic())
+        if look_s >= left_s:
+            return poll.poll(1e3 * left_s)
+        # A poll waits for whole milliseconds, and rounds up.
+        ready = poll.poll(int(1e3 * look_s))
+        if not ready and look_s < 1e-3:
+            time.sleep(min(look_s, LOOK_S))
         return ready
 
     def _next_check(self, begun: float) -> float:

@@ -12,35 +12,41 @@ membership. A member whose connection ends is not waited for any longer.
 from __future__ import annotations
 
 import functools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from engine.core.pact import WORDS_BYTES, GroupStep, agree, unpack_words
+from engine.core.pact import GroupStep
 from engine.core.plan import StepResult
 from engine.errors import DeviceError
 from engine.model.decoding import Decode
 from engine.model.device_loads import DeviceLoads
 from engine.model.device_slots import DevicePart
 from engine.model.dispatch import Mesh
+from engine.model.envelope import Envelope
 from engine.model.exchange import Key, MeshBroken
 from engine.model.expert_slots import Prepared, TorchExpertSlots
 from engine.model.group import GroupWorker, Jobs, OnBroken, StepVoid
-from engine.model.launches import Launches, Turns, merge_launches, unpack_launches
+from engine.model.launches import Launches, Turns
 from engine.model.nvlink import PHASES, NvlinkExchange, read_failure
 from engine.model.passes import Job, Progress, StepRunner
 from engine.model.peer_memory import PeerMapping, SharedMemory
-from engine.model.pipeline import Launched, Pipeline
+from engine.model.pipeline import Ints, Launched, Pipeline
+from engine.model.said import Said
 from engine.model.step_model import StepModel
 
 NO_PEERS: Mapping[int, PeerMapping] = {}
 LOOK_S = 5e-5
 """How often it looks whether a step that it waits for has ended."""
 WATCH_S = 2e-3
-"""How often the worker looks whether a member has gone, while steps are under way."""
+"""How often the worker looks whether a member has gone, at most: it does where it looks whether a step has ended. A
+step without that member would not have ended sooner, so nobody need wake for it."""
+HELD = 4
+"""Words of failures on the host: as many as steps can be under way, and more."""
 
 
 class PeerMesh(Mesh, Protocol):
@@ -48,7 +54,7 @@ class PeerMesh(Mesh, Protocol):
 
     @property
     def peers(self) -> Mapping[int, PeerMapping]: ...
-    def finish(self, key: Key, look: Callable[[], bool] | None = None) -> dict[int, memoryview]: ...
+    def finish(self, key: Key, look: Callable[[], float] | None = None) -> dict[int, memoryview]: ...
     def find_gone(self) -> MeshBroken | None: ...
 
 
@@ -87,13 +93,15 @@ class GraphSteps:
         self._share = share
         self._loads = loads
         self._limit_s = limit_s
-        self._idle_limit = idle_limit
+        self._said = Said(idle_limit)
         self._peers = NO_PEERS
         self._ranks: list[int] = []
         self._watch_after = 0.0
         on_gpu = share.device.type == "cuda"
         self._ended = torch.cuda.Event() if on_gpu else None
-        self._failures = [torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu) for _ in range(4)]
+        # Each as a tensor and as an array.
+        held = [torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu) for _ in range(HELD)]
+        self._failures = deque((word, word.numpy()) for word in held)
 
     def enter(self, mesh: Mesh, prepared: Prepared) -> None:
         """See `Steps.enter`.
@@ -160,7 +168,8 @@ class GraphSteps:
         """What the first step under way brought, in this membership or, if it is void, in a later one. Arguments as
         of `GroupWorker.run`."""
         if not first.is_void:
-            self._await(group, first.ended)
+            if not first.is_over:
+                self._await(group, first.ended)
             word = self._pipeline.wait(first)
             if not word:
                 result = self._pipeline.finish(first)
@@ -188,7 +197,7 @@ class GraphSteps:
         self._share.close()
 
     def _agree(
-        self, group: GroupWorker, job: Job, own: Launches, look: Callable[[], bool] | None = None
+        self, group: GroupWorker, job: Job, own: Launches, look: Callable[[], float] | None = None
     ) -> tuple[Launches, GroupStep]:
         """The exchange of words, and the tables of the step's epoch. `look`: see `Mesh.finish`.
 
@@ -198,22 +207,18 @@ class GraphSteps:
             DeviceError: a slot does not hold what the table of the epoch names.
         """
         assert group.mesh is not None
-        words = group.say(job, rows=own.rows, passes=own.passes, drafts=0)
-        frame = (words.pack(), own.pack())
+        frame = (self._said.pack(group.say(job, rows=own.rows, passes=own.passes, drafts=0), own),)
         key = (group.step, 0, 0, 0)
         group.mesh.start(key, {other: frame for other in group.mesh.places if other != group.place})
-        said, all_launches = [words], [own]
-        for other, arrived in _peers_of(group.mesh).finish(key, look).items():
-            said.append(unpack_words(arrived[:WORDS_BYTES]))
-            all_launches.append(unpack_launches(arrived[WORDS_BYTES:], self._ranks[other]))
-        agreed = agree(said, self._experts.active, group.number, self._idle_limit)
+        heard = _peers_of(group.mesh).finish(key, look)
+        launches, agreed = self._said.read(heard, self._ranks, self._experts.active, group.number)
         for at, part in enumerate(self._parts):
             # On the steps' stream: those under way keep the table that they have.
             part.tables.put(self._experts.find_table(at), group.place, part.pool)
-        return merge_launches(all_launches), group.latch(agreed)
+        return launches, group.latch(agreed)
 
-    def _tell_ended(self, group: GroupWorker, tell: Callable[[], None]) -> bool:
-        """Tells of steps that have ended, between words; whether others are under way.
+    def _tell_ended(self, group: GroupWorker, tell: Callable[[], None]) -> float:
+        """Tells of steps that have ended, between words. Returns the seconds until others may have.
 
         Raises:
             StepVoid: one does not count, so those behind it do not, nor the step that is agreed on.
@@ -227,7 +232,7 @@ class GraphSteps:
             tell()
             if group.mesh is None:
                 raise DeviceError("a step that was under way has failed")
-        return bool(self._pipeline)
+        return self._pipeline.find_wait(math.inf) if self._pipeline else math.inf
 
     def _give_up(self, group: GroupWorker, broken: MeshBroken) -> None:
         group.note_broken(broken)
@@ -248,12 +253,16 @@ class GraphSteps:
             self.watch(group)
             time.sleep(LOOK_S)
 
-    def _copy_failure(self) -> Tensor:
+    def _copy_failure(self, envelope: Envelope | None = None) -> Ints:
         """int64[1] on the host, once the device has come so far; good for as many steps as can be under way."""
-        host = self._failures.pop(0)
-        self._failures.append(host)
-        host.copy_(self._exchange.failure, non_blocking=True)
-        return host
+        host, word = self._failures[0]
+        self._failures.rotate(-1)
+        failure = self._exchange.failure
+        if envelope is None or envelope.calls is None:
+            host.copy_(failure, non_blocking=True)
+        else:
+            envelope.calls.copy(host.data_ptr(), failure.data_ptr(), word.nbytes)
+        return word
 
     def _blame(self, group: GroupWorker, word: int, step: GroupStep) -> StepVoid:
         """Who was waited for in vain. Whose connection has ended is not accused: he may have waited in vain himself."""

@@ -8,7 +8,6 @@ matter (`Steps`): `DispatchSteps` here on a CPU, `gpu_group.GraphSteps` on GPUs.
 from __future__ import annotations
 
 import collections
-import contextlib
 import enum
 import queue
 import time
@@ -124,9 +123,7 @@ class GroupWorker:
         """What comes next, in order; None if nothing has within the time."""
         if self._early:
             return self._early.popleft()
-        with contextlib.suppress(queue.Empty):
-            return jobs.get(timeout=timeout_s)
-        return None
+        return jobs.get_nowait() if jobs.wait(timeout_s) else None
 
     def run(self, job: Job, jobs: Jobs, on_broken: OnBroken) -> StepResult:
         """One job, in as many memberships as it takes.

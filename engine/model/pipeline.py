@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from engine.core.pact import GroupStep
 from engine.core.plan import StepResult
@@ -30,6 +30,8 @@ from engine.model.step_greedy import BEST, STARTS
 from engine.model.step_model import StepModel
 from engine.ports import DeviceInfo
 from transport.messages import Sampling
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass
@@ -46,6 +48,7 @@ class Launched:
         group: the step of its group, if it has one.
         failure: int64[1] on the host once `ended`, what of its group has failed; None without a group.
         is_void: a step before it has failed, so nothing of it counts.
+        is_over: somebody has seen that it has ended.
     """
 
     job: Job
@@ -54,8 +57,9 @@ class Launched:
     cpu_us: int = 0
     rows: int = 0
     group: GroupStep | None = None
-    failure: Tensor | None = None
+    failure: Ints | None = None
     is_void: bool = False
+    is_over: bool = False
 
     @property
     def step(self) -> int:
@@ -146,7 +150,7 @@ class Pipeline:
         self._steps_left = int((room - decode.positions).min()) - 1
 
     def launch(
-        self, job: Job, group: GroupStep | None = None, read_failure: Callable[[], Tensor] | None = None
+        self, job: Job, group: GroupStep | None = None, read_failure: Callable[[Envelope], Ints] | None = None
     ) -> None:
         """Enqueues a step that `accepts` took, and `check`; in a group also one without rows.
 
@@ -169,7 +173,7 @@ class Pipeline:
             )
         else:
             self._model.run_rest()
-        failure = None if read_failure is None else read_failure()
+        failure = None if read_failure is None else read_failure(envelope)
         cpu_us = (time.perf_counter_ns() - started) // 1000
         envelope.end()
         if not self._launched:
@@ -191,10 +195,12 @@ class Pipeline:
         """Whether the first one under way has.
 
         Raises:
-            RuntimeError: the device has failed.
+            DeviceError, RuntimeError: the device has failed.
         """
         first = self._launched[0]
-        return first.is_void or first.ended is None or bool(first.ended.query())
+        if not first.is_over:
+            first.is_over = first.is_void or first.envelope.has_ended
+        return first.is_over
 
     @property
     def first(self) -> Launched:
@@ -231,8 +237,9 @@ class Pipeline:
         Raises:
             RuntimeError: the device has failed.
         """
-        if first.ended is not None:
+        if not first.is_over and first.ended is not None:
             first.ended.synchronize()
+        first.is_over = True
         return 0 if first.failure is None else int(first.failure[0])
 
     def finish(self, first: Launched) -> StepResult:

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.placement import EMPTY
 from engine.core.plan import StepResult
-from engine.model import gpu_group
 from engine.model.device import StepTicket
+from engine.model.said import Said
 from tests.model import gpu_rank_process
 
 
@@ -59,22 +59,23 @@ class RulesRank(gpu_rank_process.Rank):
     async def plant(self, bug: str) -> dict[str, Any]:
         """Breaks a rule here, instead of the one before."""
         self.patch.undo()
-        patch, agree = self.patch, gpu_group.agree
+        patch, read = self.patch, Said.read
         if bug == "flips by its own word":
 
-            def agree_alone(said: Any, active: tuple[int, ...], *rest: Any) -> Any:
-                return agree(said, active, *rest)._replace(active=tuple(map(max, active, said[0].ready)))
+            def read_alone(said: Any, heard: Any, ranks: Any, active: tuple[int, ...], *rest: Any) -> Any:
+                launches, agreed = read(said, heard, ranks, active, *rest)
+                return launches, agreed._replace(active=tuple(map(max, active, said._own[0].ready)))
 
-            patch.setattr(gpu_group, "agree", agree_alone)
+            patch.setattr(Said, "read", read_alone)
         elif bug == "flips a step late":
             late: list[tuple[int, ...]] = []
 
-            def agree_late(said: Any, active: tuple[int, ...], *rest: Any) -> Any:
-                agreed = agree(said, active, *rest)
+            def read_late(said: Any, heard: Any, ranks: Any, active: tuple[int, ...], *rest: Any) -> Any:
+                launches, agreed = read(said, heard, ranks, active, *rest)
                 late.append(agreed.active)
-                return agreed._replace(active=late[-2] if len(late) > 1 else active)
+                return launches, agreed._replace(active=late[-2] if len(late) > 1 else active)
 
-            patch.setattr(gpu_group, "agree", agree_late)
+            patch.setattr(Said, "read", read_late)
         return {}
 
 

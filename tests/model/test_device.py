@@ -175,8 +175,16 @@ async def test_the_loop_runs_while_a_step_computes(checkpoint: Path) -> None:
     chunk = PrefillChunk(1, 0, 0, memoryview(ids.astype("<i4").tobytes()), (1, 2, 3, 4), Sampling())
     ticket = device.submit(StepPlan(1, (chunk,), ()))
     turns = 0
-    while not ticket.is_done:
-        await trio.lowlevel.checkpoint()
-        turns += 1
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        await device.wait(ticket)
+        nursery.cancel_scope.cancel()
     assert turns > 1
     await device.aclose()

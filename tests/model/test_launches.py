@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import socket
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RemoteProtocolError
-from engine.model.exchange import Link, Mesh
+from engine.model.exchange import Key, Link, Mesh
 from engine.model.launches import Launches, Turns, merge_launches, unpack_launches
 
 SOME = st.builds(Launches, st.lists(st.integers(1, 256), max_size=6).map(tuple), st.integers(0, 64))
@@ -67,3 +70,28 @@ def test_an_ended_connection_is_seen_between_two_exchanges() -> None:
     finally:
         mesh.close()
         pairs[0][1].close()
+
+
+@pytest.mark.parametrize("look_s", [0.0, 3e-4, 4e-3, math.inf])
+def test_who_waits_for_words_looks_when_it_said_it_would_and_sees_words_at_once(look_s: float) -> None:
+    key: Key = (1, 0, 0, 0)
+    ours, theirs = socket.socketpair()
+    mesh, other = Mesh(0, [Link(1, 11, ours)], 10.0), Mesh(1, [Link(0, 10, theirs)], 10.0)
+    looks = itertools.count(1)
+    looked = 0
+
+    def look() -> float:
+        nonlocal looked
+        looked = next(looks)
+        return look_s if looked < 5 else math.inf
+
+    mesh.start(key, {1: (b"mine",)})
+    timer = threading.Timer(0.15, other.start, (key, {0: (b"yours",)}))
+    timer.start()
+    try:
+        assert bytes(mesh.finish(key, look)[1]) == b"yours"
+    finally:
+        timer.join()
+        mesh.close()
+        other.close()
+    assert looked == (1 if look_s == math.inf else 5)
