@@ -1,8 +1,10 @@
 """Whatever all tests share."""
 
+import gc
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,18 @@ os.environ.setdefault("FRESH_SEED", str(random.SystemRandom().randrange(1 << 30)
 # before any test's file, of whatever folder, imports one.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays. Nobody looks for garbage meanwhile, which saves each worker a fifth of the time, or
+    among all that later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup() -> None:

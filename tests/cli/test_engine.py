@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 
+from engine.cli import main
 from engine.compose import PrivateCluster, start_cluster
 from engine.runtime import RuntimeDirectory
 from engine.settings import resolve_config
@@ -107,7 +108,7 @@ def _pids(log: Path) -> list[int]:
     return [int(line.rsplit("pid=", 1)[1]) for line in lines]
 
 
-def test_doctor_names_what_is_missing_and_what_is_there(model, tmp_path):
+def test_doctor_names_what_is_missing_and_what_is_there(model, tmp_path, capsys):
     healthy = engine("doctor", "--json", "--model", str(model), "--dir", str(tmp_path / "run"))
     data = json.loads(healthy.stdout)
     assert healthy.returncode == 0 and data["healthy"] is True and data["schema"] == 1
@@ -118,9 +119,8 @@ def test_doctor_names_what_is_missing_and_what_is_there(model, tmp_path):
     )
     os.mkdir(tmp_path / "open")
     os.chmod(tmp_path / "open", 0o777)
-    sick = engine("doctor", "--model", str(tmp_path), "--dir", str(tmp_path / "open"))
-    assert sick.returncode == 1
-    lines = sick.stdout.splitlines()
+    assert main(["doctor", "--model", str(tmp_path), "--dir", str(tmp_path / "open")]) == 1
+    lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("fail model") for line in lines) and any(
         line.startswith("fail directory") for line in lines
     )

@@ -2,7 +2,7 @@
 `PYTHONPATH=. python tests/e2e/measure_batch.py --lines 20000 --json FILE`.
 
 Not a test: its numbers are worth something only on a quiet machine, and they belong in a dated report. Lines and fates
-are those of the test of 2,000 lines (tests/e2e/test_batch_whole.py).
+are those of the test of hundreds of lines (tests/e2e/test_batch_whole.py).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def make_lines() -> list[Any]:
         body: dict[str, Any] = {
             "custom_id": f"r{place}",
             "prompt": [rng.randrange(66, 2000) for _ in range(rng.randrange(2, 150))],
-            "max_tokens": rng.randrange(10, 60),
+            "max_tokens": rng.randrange(10, 40),
             "ignore_eos": True,
             "temperature": 0 if place % 2 else 0.8,
             "seed": place,

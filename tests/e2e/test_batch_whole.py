@@ -1,10 +1,11 @@
-"""Two thousand lines through the real engine, some bad in every way that we know of: each is accounted for once."""
+"""Hundreds of lines through the real engine, some bad in every way that we know of: each is accounted for once."""
 
 from __future__ import annotations
 
 import collections
 from pathlib import Path
 
+import pytest
 import trio
 
 from tests.batch.hostile import HostileLine, make_lines
@@ -34,9 +35,10 @@ def compare_fates(lines: list[HostileLine], output: Path) -> dict[str, int]:
     return dict(sorted(fates.items()))
 
 
-async def test_two_thousand_lines_meet_their_fates_in_flat_memory(tmp_path: Path) -> None:
-    """One per cent bad would be 20 lines; there are more kinds of bad lines than that, and each is there."""
-    lines = make_lines(2000, 0.01, 7, max_model_tokens=CONTEXT, max_tokens=MAX_TOKENS)
+@pytest.mark.parametrize("count", [800, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_lines_meet_their_fates_in_flat_memory(count: int, tmp_path: Path) -> None:
+    """One per cent bad would be few lines; there are more kinds of bad lines than that, and each is there."""
+    lines = make_lines(count, 0.01, 7, max_model_tokens=CONTEXT, max_tokens=MAX_TOKENS)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(source, [line.data for line in lines])
     samples = Samples()
@@ -47,7 +49,7 @@ async def test_two_thousand_lines_meet_their_fates_in_flat_memory(tmp_path: Path
                 await trio.sleep(SAMPLE_S)
         assert run.process.returncode == 1, run.said()
     fates = compare_fates(lines, output)
-    assert fates["answer"] > 1800 and sum(fates.values()) == 2000
+    assert fates["answer"] > 0.8 * count and sum(fates.values()) == count
     for name, figures in samples.figures(len(lines)).items():
         grown = figures["rss_mib_at_end"] - figures["rss_mib_at_20_percent"]
         assert grown < GROWTH_MIB[name], (name, figures)

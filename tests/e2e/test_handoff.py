@@ -83,7 +83,7 @@ async def test_pushed_prompts_go_on_as_one_device_would(
     fabric: str, page_tokens: int, chunk_tokens: int, count: int
 ) -> None:
     # A selection of entries and blocks bites only in a long one, which takes seconds: one fabric has to do.
-    await hand_over(fabric, page_tokens, chunk_tokens, count, long=[1500] if fabric == "nixl" else [])
+    await hand_over(fabric, page_tokens, chunk_tokens, count, long=[900] if fabric == "nixl" else [])
 
 
 @pytest.mark.slow

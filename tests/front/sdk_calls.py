@@ -36,7 +36,7 @@ def main(url: str) -> dict[str, object]:
     }
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
     drawn = {"temperature": 0.8, "max_tokens": 300}
-    formed = [client.chat.completions.create(**ask, **drawn, seed=seed, response_format=form) for seed in range(4)]
+    formed = [client.chat.completions.create(**ask, **drawn, seed=seed, response_format=form) for seed in range(2)]
     said["formed"] = [[each.choices[0].message.content, each.choices[0].finish_reason] for each in formed]
     chunks = list(client.chat.completions.create(**ask, **drawn, seed=0, response_format=form, stream=True))
     said["formed stream"] = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)

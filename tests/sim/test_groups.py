@@ -105,7 +105,9 @@ def test_a_rank_that_dies_in_the_middle_of_a_move_costs_the_move_and_no_token() 
         outcome = check(play(scenario))
         failed, applied = failed + count(outcome, "failed"), applied + count(outcome, "applied")
         assert outcome.lives > 8 and outcome.answers.failures.keys() <= {"rank_lost", "cancelled"}
-    assert failed >= 1 and applied >= 1
+        if failed and applied:
+            return
+    raise AssertionError((failed, applied))
 
 
 def test_fresh_seeds_of_groups_keep_every_promise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from engine.sim.world import World, WorldShape
 
 LINES = Path(__file__).with_name("seeds.txt").read_text(encoding="utf-8").splitlines()
 SEEDS = [int(line.split()[0]) for line in LINES if not line.startswith("#")]
-FRESH_S = float(os.environ.get("ENGINE_TEST_FRESH_S", "60"))
+FRESH_S = float(os.environ.get("ENGINE_TEST_FRESH_S", "15"))
 """Wall seconds for fresh seeds."""
 FRESH_MOST = 400
 
@@ -103,7 +103,7 @@ def crash_at(rank: int, step: int, scenario: Scenario = SMALL) -> None:
 @pytest.mark.parametrize("rank", [0, 1], ids=["prefill", "decode"])
 def test_a_crash_at_every_kth_step_costs_nobody_a_token(rank: int) -> None:
     steps = count_steps()
-    stride = max(1, steps // 40)
+    stride = max(1, steps // 20)
     for step in range(1 + rank * stride // 2, steps, stride):
         crash_at(rank, step)
 
@@ -121,7 +121,7 @@ def test_a_crash_at_every_kth_step_of_turns_that_are_handed_back(rank: int) -> N
     check(play(TALK, hook=worlds.append))
     assert worlds[0].auditor.num_turns >= 5
     steps = count_steps(TALK)
-    stride = max(1, steps // 40)
+    stride = max(1, steps // 20)
     for step in range(1 + rank * stride // 2, steps, stride):
         crash_at(rank, step, TALK)
 
