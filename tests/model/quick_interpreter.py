@@ -1,6 +1,6 @@
 """Has Triton's interpreter do once what it does for each call or operation, and leave out what comes to nothing.
 
-Interpreted kernels run some five times as fast then.
+Interpreted kernels run several times as fast then.
 """
 
 from __future__ import annotations
