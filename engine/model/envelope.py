@@ -73,13 +73,6 @@ class Envelope:
         elif self.ended is not None:
             self.ended.record()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the device has come to `ended`. Raises DeviceError or RuntimeError if it has failed."""
-        if self.calls is not None:
-            return self.calls.has_passed(self._ended_at)
-        return self.ended is None or self.ended.query()
-
     def sheet(self, use: Use, lines: int, columns: int) -> Sheet:
         """Sheets of one use are in one memory, whatever their size: a step has one of each."""
         found = self._sheets.get((use, lines, columns))

@@ -1,8 +1,8 @@
 """LookTimes: how long a worker may sleep before it looks again whether a step has ended.
 
 Steps of one size take about as long as the last ones did. So one sleep lasts until shortly before the end that is to be
-expected; from there on looks are LOOK_S apart, or LATE_SHARE of what the step has taken so far. A look out of a sleep
-of milliseconds costs several times what the next one does, so there is one of them and not some.
+expected; from there on looks are LOOK_S apart, and an end is told as early as if it had been looked at all the time. A
+look out of a sleep of milliseconds costs several times what the next one does, so there is one of them and not some.
 
 A step that is suddenly shorter is told when it would have ended as the shortest of the last ones did. That waits for
 nobody, since another step is queued behind it, unless two of them fit into the sleep.
@@ -13,9 +13,7 @@ from __future__ import annotations
 import collections
 
 LOOK_S = 1e-4
-"""Least time between two looks at a step that may end any moment."""
-LATE_SHARE = 1 / 200
-"""The end of a long step is seen later, by such a share of its length: what steps take differs by some hundredths."""
+"""Between two looks at a step that may end any moment."""
 NEAR_SHARE = 1 / 100
 """Such a share of its length, and a look, before its expected end a step may end any moment: it began up to a look
 before that was seen."""
@@ -44,12 +42,11 @@ class LookTimes:
             elapsed_s: since it began.
             most_s: an answer is never longer.
         """
-        wait_s = max(LOOK_S, elapsed_s * LATE_SHARE)
         lengths = self._lengths.get(_size(rows))
-        if lengths is not None:
-            length_s = min(lengths)
-            wait_s = max(wait_s, length_s * (1 - NEAR_SHARE - LATE_SHARE) - LOOK_S - elapsed_s)
-        return min(wait_s, most_s)
+        if lengths is None:
+            return LOOK_S
+        left_s = min(lengths) * (1 - NEAR_SHARE) - LOOK_S - elapsed_s
+        return max(LOOK_S, min(left_s, most_s))
 
 
 def _size(rows: int) -> int:

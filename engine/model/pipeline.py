@@ -195,11 +195,11 @@ class Pipeline:
         """Whether the first one under way has.
 
         Raises:
-            DeviceError, RuntimeError: the device has failed.
+            RuntimeError: the device has failed.
         """
         first = self._launched[0]
         if not first.is_over:
-            first.is_over = first.is_void or first.envelope.has_ended
+            first.is_over = first.is_void or first.ended is None or bool(first.ended.query())
         return first.is_over
 
     @property

@@ -14,8 +14,6 @@ from typing import Any
 from engine.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
-NOT_READY = 600
-"""What the driver says of an event that the device has not come to."""
 
 
 class StreamCalls:
@@ -24,7 +22,7 @@ class StreamCalls:
     def __init__(self, stream: int) -> None:
         """`stream`: as torch has it in `cuda_stream`."""
         self._stream = stream
-        self._copy, self._launch, self._record, self._query = _load()
+        self._copy, self._launch, self._record = _load()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """From one address to another; on the host pinned memory."""
@@ -41,16 +39,9 @@ class StreamCalls:
         if status := self._record(event, self._stream):
             raise DeviceError(f"an event failed in the CUDA driver ({status})")
 
-    def has_passed(self, event: int) -> bool:
-        """Whether the device has come to an event that was recorded."""
-        status = self._query(event)
-        if status not in (0, NOT_READY):
-            raise DeviceError(f"what was to be awaited failed in the CUDA driver ({status})")
-        return status == 0
-
 
 @functools.cache
-def _load() -> tuple[Any, Any, Any, Any]:
+def _load() -> tuple[Any, Any, Any]:
     try:
         library = ctypes.PyDLL(LIBRARY)
     except OSError as error:
@@ -59,5 +50,4 @@ def _load() -> tuple[Any, Any, Any, Any]:
     library.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)
     library.cuGraphLaunch.argtypes = (pointer, pointer)
     library.cuEventRecord.argtypes = (pointer, pointer)
-    library.cuEventQuery.argtypes = (pointer,)
-    return library.cuMemcpyAsync, library.cuGraphLaunch, library.cuEventRecord, library.cuEventQuery
+    return library.cuMemcpyAsync, library.cuGraphLaunch, library.cuEventRecord
